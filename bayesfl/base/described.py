@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from bayesfl.base.archive import digest_of_tensor
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+FIRST = 3  # differences that an error message lists
+LONGEST = 300  # characters of a value in an error message
 DEPTH = 40  # deepest level of nested values that is described
 
 
@@ -242,6 +244,37 @@ def anonymous(description: object) -> bool:
 def digest_of(value: object) -> str:
     """Return the SHA-256 of a description, hexadecimal."""
     return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
+
+
+def differences(one: object, other: object, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the places where two descriptions differ, with what stands there in each."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        pairs = [
+            (f"{path}.{key}" if path else key, one.get(key), other.get(key))
+            for key in dict.fromkeys([*one, *other])
+        ]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [
+            (f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))
+        ]
+    else:
+        return {} if one == other else {path: (one, other)}
+    return {
+        place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()
+    }
+
+
+def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the first differences in words, and how many more there are; empty for none."""
+    first = "; ".join(
+        f"{path.rstrip('.')}: saved {_short(then)}, given {_short(now)}"
+        for path, (then, now) in list(different.items())[:FIRST]
+    )
+    return first + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
+
+
+def _short(value: object) -> str:
+    return text if len(text := str(value)) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _module(thing: Any) -> str:

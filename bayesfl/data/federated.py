@@ -22,6 +22,7 @@ from bayesfl.data.changes import check_augment, check_transform
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
+from bayesfl.data.schema import Schema
 from bayesfl.data.sources import SourceInfo, label_remedy
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tables.columns import Columns
@@ -327,26 +328,28 @@ class FederatedData:
         return digest.hexdigest()
 
     @cached_property
-    def outline(self) -> Outline:
-        """Return what is known of the clients without their rows."""
-        return Outline(
-            client_names=self.client_names,
-            counts=tuple(self.train.counts.tolist()),
-            inputs=self.inputs,
+    def schema(self) -> Schema:
+        """Return what the rows look like, and what is done to them before a model receives them."""
+        return Schema.of(
+            self.train,
             outputs=self.outputs,
             task=self.task,
             class_names=self.class_names,
             columns=self.columns,
+            prepared=self.prepared,
+        )
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Return what is known of the clients without their rows."""
+        return Outline(
+            **vars(self.schema),
+            client_names=self.client_names,
+            counts=tuple(self.train.counts.tolist()),
             source=self.source.name,
             hash=self.hash,
             rows=self.rows_hash,
-            tensors={
-                name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:]))
-                for name, t in named(self.train.x)
-            },
-            transform=described(self.train.transform),
             augment=described(self.train.augment),
-            prepared=None if self.prepared is None else self.prepared.to_json(),
         )
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":

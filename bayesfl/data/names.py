@@ -121,18 +121,3 @@ def named_classes(given: Iterable[object], outputs: int) -> tuple[str, ...]:
             f"class_names must name each of the {outputs} classes, got {len(named)} names"
         )
     return named
-
-
-def same_classes(what: str, found: Sequence[str] | None, known: Sequence[str] | None) -> None:
-    """Check that classes are those that a model was trained on, under the same numbers, where both
-    have names.
-
-    Raises:
-        ValueError: They differ, or stand in another order.
-    """
-    if found is not None and known is not None and list(map(str, found)) != list(map(str, known)):
-        raise ValueError(
-            f"{what} has the classes {list(found)[:20]}, the model was trained on "
-            f"{list(known)[:20]}: number the labels in this order, as pandas.Categorical(labels, "
-            "categories=...).codes does, and pass it as class_names"
-        )

@@ -2,54 +2,38 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from bayesfl.base.inputs import Shapes, as_tuples
+from bayesfl.base.described import differences
 from bayesfl.base.options import nearest
-from bayesfl.base.targets import Task
+from bayesfl.data.schema import Schema
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Hold what is known of a federation's data without their rows, as a saved run holds it.
+@dataclass(frozen=True, kw_only=True)
+class Outline(Schema):
+    """Hold what is known of a federation's data without their rows, as a saved run holds it: the
+    schema of the rows, and whose and how many they are.
 
     Args:
         client_names: One name for each client.
         counts: Number of training examples of each client.
-        inputs: Shape of one example; for a tuple or a mapping of tensors, that of each.
-        outputs: Number of outputs that a network needs: of classes, or of targets.
-        task: `classification` or `regression`.
-        class_names: One name for each class; None for classes without names.
-        columns: Names of the inputs' columns; None for inputs without names.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
-        tensors: Type and shape of one example of every tensor as it is stored, by the expression
-            that finds it.
-        transform: Description of what is done to inputs whenever they are read, see
-            `bayesfl.base.described`; None for nothing.
-        augment: The same of what is done to them in training alone.
-        prepared: What makes the inputs of the columns of a frame, as JSON; None for other inputs.
         rows: As `hash`, without what is done to the inputs.
+        augment: Description of what is done to inputs in training alone, see
+            `bayesfl.base.described`; None for nothing.
     """
 
     client_names: tuple[str, ...]
     counts: tuple[int, ...]
-    inputs: Shapes
-    outputs: int
-    task: Task
-    class_names: tuple[str, ...] | None
-    columns: tuple[str, ...] | None
     source: str
     hash: str
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    transform: Any
-    augment: Any
-    prepared: str | None
     rows: str
+    augment: Any
 
     @property
     def clients(self) -> int:
@@ -61,17 +45,23 @@ class Outline:
         """Return the outline, as of `FederatedData`."""
         return self
 
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> "Outline":
-        """Make an outline of what JSON gives back."""
-        return cls(
-            **{
-                **as_tuples(found),
-                "transform": found["transform"],
-                "augment": found["augment"],
-                "client_names": tuple(map(str, found["client_names"])),
-            }
+    @property
+    def schema(self) -> Schema:
+        """Return the schema alone, which says nothing of clients."""
+        return Schema(**{field.name: getattr(self, field.name) for field in fields(Schema)})
+
+    def differences(self, other: Schema) -> dict[str, tuple[Any, Any]]:
+        """Return where other data are not those of this outline: the same clients in one order, the
+        same rows, transform and augmentation, in every split.
+        """
+        one, two = (
+            {name: getattr(of, name, None) for name in ("client_names", "rows", "augment", "hash")}
+            for of in (self, other)
         )
+        found = super().differences(other) | differences(one, two)
+        if len(found) > 1:
+            found.pop("hash", None)  # which covers the others
+        return found
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:

@@ -10,9 +10,6 @@ from bayesfl.base.options import Count, Natural, Range, declared, typed
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.data.names import same_classes
-from bayesfl.data.outline import Outline
-from bayesfl.data.tables.frames import same_columns
 from bayesfl.evaluation.history import History
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
@@ -160,33 +157,6 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
     return least + min(
         int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least
     )
-
-
-def same_problem(what: str, found: FederatedData, known: FederatedData | Outline) -> None:
-    """Check that data are of the problem that a model was trained on: inputs, outputs, columns and
-    classes.
-
-    Raises:
-        ValueError: Shapes, outputs or task differ; or columns or class names do, where both have
-            them, or their order.
-    """
-    if (found.inputs, found.outputs, found.task) != (known.inputs, known.outputs, known.task):
-        remedy = "pass data of the same problem"
-        if (found.inputs, found.task) == (
-            known.inputs,
-            "classification",
-        ) and found.outputs < known.outputs:
-            remedy = (
-                "if the last classes do not occur in them, make them with "
-                f"outputs={known.outputs}, as from_arrays(..., "
-            )
-            remedy += f"outputs={known.outputs}) does"
-        raise ValueError(
-            f"{what} has inputs {found.inputs} and {found.outputs} outputs ({found.task}), the "
-            f"federation {known.inputs} and {known.outputs} ({known.task}); {remedy}"
-        )
-    same_columns(what, found.columns, known.columns)
-    same_classes(what, found.class_names, known.class_names)
 
 
 def present(device: torch.device | str) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bayesfl.base.archive import CheckpointError
+from bayesfl.base.described import differences, in_words
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -25,14 +26,7 @@ from bayesfl.federation.run.loading import check_state, reloaded
 from bayesfl.federation.run.result import METHODS_START
 from bayesfl.federation.settings import BUILD_METHOD, Settings
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import (
-    Answer,
-    differences,
-    identity,
-    in_words,
-    same_method,
-    same_network,
-)
+from bayesfl.federation.store.identity import Answer, identity, same_method, same_network
 from bayesfl.flower.before import Before, Place
 from bayesfl.flower.states import state_names
 from bayesfl.posteriors.pooled import PooledPosterior

@@ -12,7 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from bayesfl.base.described import digest_of
+from bayesfl.base.described import differences, digest_of
 from bayesfl.base.options import declared
 from bayesfl.data import FederatedData
 from bayesfl.data.split import Change
@@ -23,7 +23,7 @@ from bayesfl.federation.clients.surveying import check_servers_model, checked_st
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
-from bayesfl.federation.store.identity import agreement, differences
+from bayesfl.federation.store.identity import agreement
 from bayesfl.flower import records
 from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.node import Node, Refused

@@ -25,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, PerClient, Survey, checked, summed
+from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
 from bayesfl.federation.rounds.admission import PROTOCOL
@@ -37,7 +38,7 @@ from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.kept.ledger import Ledger
 from bayesfl.stats.policy import Policy, Put, Refusal
 from bayesfl.stats.tables import Tables, Weighing, design
-from bayesfl.stats.terms import Interaction, Levels, Number, pandas_of
+from bayesfl.stats.terms import Interaction, Levels, Number
 
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]

@@ -19,7 +19,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.table import is_frame
+from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import MOST, Policy, Put, Question, Refusal, drawn
@@ -31,7 +31,6 @@ from bayesfl.stats.terms import (
     column_of,
     is_number,
     numbers,
-    pandas_of,
     term_of,
 )
 

@@ -174,20 +174,6 @@ def numbers(frame: Any, column: str, site: str) -> np.ndarray:
     return found
 
 
-def pandas_of(frame: Any) -> Any:
-    """Return a data frame as one of pandas, whose columns' names are text.
-
-    Args:
-        frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
-            needs pyarrow.
-    """
-    if not hasattr(frame, "iloc"):
-        import pyarrow
-
-        frame = pyarrow.table(frame).to_pandas()
-    return frame.rename(columns=str)
-
-
 def column_of(frame: Any, column: str, site: str) -> Any:
     """Return a column of a site's frame.
 

@@ -11,7 +11,6 @@ import torch
 
 import bayesfl as bf
 from bayesfl.data import Source, from_arrays
-from bayesfl.data.names import same_classes
 from tests.data.made import small
 
 X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
@@ -127,13 +126,3 @@ def test_names_that_are_almost_alike_are_told():
     with pytest.warns(UserWarning, match=r"\['Bern', 'BERN'\]"):
         from_arrays([X, X, X], [Y, Y, Y], names=["Bern", "Chur", "BERN"])
     from_arrays(X, Y, client_ids=IDS)
-
-
-def test_the_same_classes():
-    for one, other in ((("a", "b"), ["a", "b"]), (None, ("a", "b")), (("a", "b"), None)):
-        same_classes("clients", one, other)
-    for other in (("b", "a"), ("a", "c"), ("a",)):
-        with pytest.raises(
-            ValueError, match=r"^clients has the classes .*'a', 'b'\].*Categorical.*class_names"
-        ):
-            same_classes("clients", other, ("a", "b"))

@@ -1,6 +1,5 @@
 """Finding a client by its name or its number."""
 
-from dataclasses import asdict
 from json import dumps, loads
 
 import numpy as np
@@ -84,4 +83,4 @@ def test_shapes_of_several_inputs_survive_json():
     }
     outline = bf.data.from_arrays(x, [0, 1, 0, 1], client_ids=[0, 0, 1, 1], test_share=0).outline
     assert outline.inputs == {"image": (3, 2), "rest": ((), {"tokens": (5,)})}
-    assert Outline.read(loads(dumps(asdict(outline)))) == outline
+    assert Outline.read(loads(dumps(outline.described()))) == outline

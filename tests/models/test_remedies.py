@@ -83,7 +83,7 @@ def test_a_split_without_the_transform():
             (other, r"transform\..*: saved .*, given .*transform=clients"),
             (data.test, r"transform: saved {.*}, given None; "),
         ):
-            with pytest.raises(ValueError, match=f"^split gives the model other inputs .*{words}"):
+            with pytest.raises(ValueError, match=f"^split has other rows .*{words}"):
                 result.predict(split)
         assert torch.equal(
             result.predict(replace(data.test, transform=transform)).probs, result.predict().probs

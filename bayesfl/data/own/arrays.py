@@ -13,9 +13,9 @@ from bayesfl.base.options import instance, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
+from bayesfl.data.conversion import as_list
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_clients
-from bayesfl.data.own.conversion import as_list
 from bayesfl.data.own.parts import Part, by_client, environments_of, per_client
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named, shape_of, unnamed
 from bayesfl.base.targets import IGNORE
-from bayesfl.data.own.conversion import kind_of
+from bayesfl.data.conversion import kind_of
 from bayesfl.data.own.stored import StoredRows, ragged
 
 AGAIN = 8

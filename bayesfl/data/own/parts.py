@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
+from bayesfl.data.conversion import as_list, to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
-from bayesfl.data.own.conversion import as_list, to_inputs, to_tensor
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 """Texts that stand for a missing client id, as `astype(str)` makes them."""

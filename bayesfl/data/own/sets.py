@@ -13,10 +13,10 @@ import numpy as np
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.inputs import at, unnamed
 from bayesfl.base.options import refuse_unknown
+from bayesfl.data.conversion import as_list
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
-from bayesfl.data.own.conversion import as_list
 from bayesfl.data.own.items import class_names, items, stacked_sets
 from bayesfl.data.own.stored import as_kept, stored
 

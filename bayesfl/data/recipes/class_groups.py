@@ -3,14 +3,13 @@ ones.
 """
 
 from collections.abc import Sequence
+from typing import Unpack
 from weakref import ref
 
 import numpy as np
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayesfl.base.options import declared
-from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
@@ -20,20 +19,16 @@ from bayesfl.data.sources import Source
 _centred_inputs = WeakTensorKeyDictionary()
 
 
-@declared
+@shared.recipe()
 def dominant_classes(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
     train: shared.TrainRows = 50,
     test: shared.TestRows = 30,
     uniform: shared.Share = 0.2,
     groups: Sequence[Sequence[int]] | None = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Read],
 ) -> FederatedData:
     """Divide a data set among groups of clients; most of a client's examples are of the few classes
     that dominate in its group.
@@ -78,16 +73,8 @@ def dominant_classes(
         >>> torch.bincount(clients.train.client(0)[1], minlength=10).tolist()
         [15, 14, 14, 1, 1, 1, 1, 1, 1, 1]
     """
-    options = shared.Options(
-        source=source,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "dominant_classes")
+    y_train, y_test = options.classes(opened)
     count = opened.outputs
     shared.check_clients(clients, len(y_train), "training examples")
     if groups is None:
@@ -101,51 +88,33 @@ def dominant_classes(
     shares = np.full((len(held), count), uniform / count)
     for row, group in zip(shares, held, strict=True):
         row[group] += (1 - uniform) / len(group)
-    rng = generator(seed, Purpose.PARTITION)
-    rows = []
+    rng, rows = options.rng, []
     for labels, size in ((y_train, train), (y_test, test)):
         wanted = np.array([partitions.largest_remainder(size, row) for row in shares])
         rows.append(partitions.deal_around(labels, wanted[np.arange(clients) % len(held)], rng))
     twice = [
         int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows
     ]
-    if twice[0] and (validation or calibration):
+    if twice[0] and (options.validation or options.calibration):
         raise ValueError(
             f"{twice[0]} training examples belong to several clients, so that one's validation or "
             "calibration part would be trained on by another: take a smaller `train`, fewer "
             "clients, or neither part"
         )
-    return options.federate(
-        opened,
-        rows[0],
-        rows[1],
-        {
-            "recipe": "dominant_classes",
-            "source": opened.info.name,
-            "clients": clients,
-            "train": train,
-            "test": test,
-            "uniform": uniform,
-            "groups": held,
-            "shared": twice,
-        },
-    )
+    options.recipe.update(groups=held, shared=twice)
+    return options.federate(opened, rows[0], rows[1])
 
 
-@declared
+@shared.recipe()
 def label_groups(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 10,
     labels: shared.Labels = 5,
     train: shared.TrainRows = 14,
     test: shared.TestRows = 20,
     centred: bool = True,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Read],
 ) -> FederatedData:
     """Give every client consecutive classes, with equally many examples of each, from the pooled
     training and test data.
@@ -192,36 +161,17 @@ def label_groups(
         >>> clients.train.client(0)[1].unique().tolist()
         [0, 1, 2, 3, 4]
     """
-    options = shared.Options(
-        source=source,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y = np.concatenate(shared.classes(opened, "label_groups"))
+    y = np.concatenate(options.classes(opened))
     shared.check_labels(labels, opened)
     shared.check_clients(clients, len(y), "examples")
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
-    rows = partitions.deal_exactly(
-        y, held, opened.outputs, (train, test), generator(seed, Purpose.PARTITION)
-    )
+    rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), options.rng)
+    options.recipe["pooled"] = True
     return options.federate(
         opened,
         rows[0],
         rows[1],
-        {
-            "recipe": "label_groups",
-            "source": opened.info.name,
-            "pooled": True,
-            "clients": clients,
-            "labels": labels,
-            "train": train,
-            "test": test,
-            "centred": centred,
-        },
         pooled=True,
         x=_centred(opened) if centred else None,
     )

@@ -5,7 +5,7 @@ their shape always in the same way.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -50,21 +50,16 @@ def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float)
     return x
 
 
-@declared
+@shared.recipe()
 def coloured(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     agreement: Sequence[Agreement] = (0.9, 0.85, 0.8, 0.75),
     test_agreement: shared.Share = 0.1,
     rotate: bool = True,
     flip: shared.Share = 0.25,
     test: Count | None = None,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Paint images in two colours: in training, colour predicts the label better than shape does;
     in the test, colour misleads.
@@ -110,18 +105,9 @@ def coloured(
         >>> bf.data.coloured("digits", agreement=(0.9, 0.8))
         FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.load()
-    nested = _shares("agreement", agreement)
-    shared.classes(opened, "coloured")
+    options.recipe["agreement"] = nested = _shares("agreement", agreement)
+    options.classes(opened)
     parts = [
         (client, environment)
         for client, own in enumerate(nested)
@@ -138,11 +124,11 @@ def coloured(
     grey = _grey(opened)[:rows]
     first = (opened.y[:rows] < opened.outputs // 2).long()
     flipped, drawn = (
-        torch.from_numpy(generator(seed, Purpose.PARTITION, phase=word).random(rows))
+        torch.from_numpy(generator(options.seed, Purpose.PARTITION, phase=word).random(rows))
         for word in (_FLIP, _COLOUR)
     )
     y = torch.where(flipped < flip, 1 - first, first)
-    order = generator(seed, Purpose.PARTITION).permutation(train)
+    order = options.rng.permutation(train)
 
     owner, environment = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     agrees = torch.full((rows,), test_agreement, dtype=torch.float64)
@@ -161,15 +147,6 @@ def coloured(
         opened,
         [np.concatenate(own) for own in trained],
         held,
-        {
-            "recipe": "coloured",
-            "source": opened.info.name,
-            "agreement": nested,
-            "test_agreement": test_agreement,
-            "rotate": rotate,
-            "flip": flip,
-            "test": test,
-        },
         pooled=True,
         x=x,
         y=y,

@@ -3,31 +3,26 @@ clients.
 """
 
 import math
+from typing import Unpack
 
 import numpy as np
 import torch
 
-from bayesfl.base.options import Count, declared
-from bayesfl.base.random import Purpose, generator
+from bayesfl.base.options import Count
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
 from bayesfl.data.recipes.even import deal_evenly
 
 
-@declared
+@shared.recipe()
 def concept_drift(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
     superclasses: shared.Superclasses = None,
     min_piece: Count = 1,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide a data set so that labels have different meanings: each client has one subclass of
     every superclass.
@@ -60,17 +55,8 @@ def concept_drift(
         >>> clients.classes  # pairs of digits
         5
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "concept_drift")
+    y_train, y_test = options.classes(opened)
     groups = shared.superclass_groups(opened, superclasses)
     size = len(groups[0])
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[np.concatenate(groups)].min())
@@ -81,8 +67,8 @@ def concept_drift(
             f"most {most}, because the smallest class has {fewest} training examples and each "
             f"group of {size} clients takes at least {min_piece}; got {clients}"
         )
-    rng = generator(seed, Purpose.PARTITION)
-    train, held = partitions.drift(y_train, groups, clients, min_piece, rng)
+    options.recipe["superclasses"] = groups
+    train, held = partitions.drift(y_train, groups, clients, min_piece, options.rng)
     by_class = partitions.rows_by_class(y_test, opened.outputs)
     test = partitions.concatenated([[by_class[k] for k in mine] for mine in held])
     mapped = torch.full((opened.outputs,), -1)
@@ -96,32 +82,20 @@ def concept_drift(
         opened,
         train,
         test,
-        {
-            "recipe": "concept_drift",
-            "source": opened.info.name,
-            "clients": clients,
-            "superclasses": groups,
-            "min_piece": min_piece,
-        },
         y=mapped[opened.y],
         outputs=len(groups),
         class_names=names,
     )
 
 
-@declared
+@shared.recipe()
 def swapped_labels(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
     groups: Count = 4,
     swaps: Count = 2,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide a data set evenly among groups of clients that exchange the labels of some classes, in
     training and test data alike.
@@ -143,17 +117,8 @@ def swapped_labels(
         >>> clients.recipe["names"][1]
         [0, 3, 2, 1, 4, 5, 6, 7, 8, 9]
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    shared.classes(opened, "swapped_labels")
+    options.classes(opened)
     count = opened.outputs
     shared.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     ways = math.comb(count, 2 * swaps) * math.prod(range(1, 2 * swaps, 2))
@@ -162,9 +127,9 @@ def swapped_labels(
             f"{swaps} pairs of {count} classes can change names in {ways} ways: use at most "
             f"{ways + 1} groups, got {groups}"
         )
-    rng = generator(seed, Purpose.PARTITION)
+    rng = options.rng
     train, test = deal_evenly(opened, clients, rng)
-    names = [list(range(count))]
+    options.recipe["names"] = names = [list(range(count))]
     while len(names) < groups:
         new, chosen = list(range(count)), rng.permutation(count)[: 2 * swaps].tolist()
         for a, b in zip(chosen[::2], chosen[1::2], strict=True):
@@ -175,17 +140,4 @@ def swapped_labels(
     for j in range(clients):
         for rows in (train[j], test[j] + opened.train):
             y[rows] = called[j % groups][opened.y[rows]]
-    return options.federate(
-        opened,
-        train,
-        test,
-        {
-            "recipe": "swapped_labels",
-            "source": opened.info.name,
-            "clients": clients,
-            "groups": groups,
-            "swaps": swaps,
-            "names": names,
-        },
-        y=y,
-    )
+    return options.federate(opened, train, test, y=y)

@@ -2,12 +2,11 @@
 feature.
 """
 
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import numpy as np
 
 from bayesfl.base.options import declared
-from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
@@ -29,17 +28,12 @@ def deal_evenly(
     )
 
 
-@declared
+@shared.recipe()
 def iid(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide shuffled rows into parts whose sizes differ by at most one, without any skew; for
     classification and regression.
@@ -51,24 +45,10 @@ def iid(
         >>> bf.data.iid("digits", clients=4, validation=0.1)
         FederatedData(digits, 4 clients; train 1294, test 359, validation 144)
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
     shared.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
-    train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))
-    return options.federate(
-        opened,
-        train,
-        test,
-        {"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)},
-    )
+    options.recipe.update(_scale(opened))
+    return options.federate(opened, *deal_evenly(opened, clients, options.rng))
 
 
 @declared
@@ -102,24 +82,23 @@ def diabetes(
             "diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration
         )
     options = shared.Options(
-        source="diabetes", seed=seed, validation=validation, calibration=calibration
+        source="diabetes",
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        recipe={"recipe": "diabetes", "by": by, "clients": clients},
     )
     source = options.open()
+    options.recipe.update(_scale(source))
     shared.check_clients(clients, len(source.x) - source.train, "test examples")
-    rng = generator(seed, Purpose.PARTITION)
-    parts = []
+    rng, parts = options.rng, []
     for x in (source.x_train, source.x_test):
         shuffled = rng.permutation(len(x))
         order = shuffled[
             np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")
         ]
         parts.append(partitions.concatenated([[part] for part in np.array_split(order, clients)]))
-    return options.federate(
-        source,
-        parts[0],
-        parts[1],
-        {"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)},
-    )
+    return options.federate(source, parts[0], parts[1])
 
 
 def _scale(source: Source) -> dict[str, float]:

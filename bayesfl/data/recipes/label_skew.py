@@ -2,30 +2,24 @@
 proportions.
 """
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
-from bayesfl.base.options import Count, Positive, declared
-from bayesfl.base.random import Purpose, generator
+from bayesfl.base.options import Count, Positive
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
 
 
-@declared
+@shared.recipe()
 def labels_per_client(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
     labels: shared.Labels = 2,
     sizes: Literal["equal", "random"] = "equal",
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide a data set so that every client has a few classes only.
 
@@ -48,20 +42,11 @@ def labels_per_client(
         >>> clients.train.client(0)[1].unique().tolist()
         [2, 3]
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "labels_per_client")
+    y_train, y_test = options.classes(opened)
     shared.check_labels(labels, opened)
     shared.check_clients(clients, len(y_train), "training examples")
-    rng = generator(seed, Purpose.PARTITION)
+    rng = options.rng
     held = partitions.spread_labels(opened.outputs, clients, labels, rng)
     train = partitions.deal_labels(y_train, held, opened.outputs, sizes == "equal", rng)
     by_class = partitions.rows_by_class(y_test, opened.outputs)
@@ -69,28 +54,16 @@ def labels_per_client(
         opened,
         train,
         partitions.concatenated([[by_class[k] for k in mine] for mine in held]),
-        {
-            "recipe": "labels_per_client",
-            "source": opened.info.name,
-            "clients": clients,
-            "labels": labels,
-            "sizes": sizes,
-        },
     )
 
 
-@declared
+@shared.recipe()
 def shards(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 100,
     shards: Count = 2,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Sort the training rows by label, cut them into shards of one size, and give every client a
     few: the pathological partition.
@@ -117,45 +90,26 @@ def shards(
         >>> clients.counts["train"].tolist()
         [360, 358, 360, 360]
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "shards")
+    y_train, y_test = options.classes(opened)
     shared.check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
-    rng = generator(seed, Purpose.PARTITION)
+    rng = options.rng
     train = partitions.shards(y_train, clients, shards, rng)
     counts = np.stack(
         [np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1
     )
-    return options.federate(
-        opened,
-        train,
-        partitions.follow_counts(y_test, counts, rng),
-        {"recipe": "shards", "source": opened.info.name, "clients": clients, "shards": shards},
-    )
+    return options.federate(opened, train, partitions.follow_counts(y_test, counts, rng))
 
 
-@declared
+@shared.recipe()
 def dirichlet(
-    source: shared.SourceName = "digits",
+    options: shared.Options,
     *,
     clients: shared.Clients = 20,
     alpha: Positive = 0.5,
     min_size: Count = 10,
     label_clusters: Count | None = None,
-    max_size: shared.MaxSize = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which
     skews labels and sizes.
@@ -190,65 +144,46 @@ def dirichlet(
         >>> bf.data.dirichlet("digits", clients=4, alpha=0.1).counts["train"].tolist()
         [209, 243, 435, 551]
     """
-    options = shared.Options(
-        source=source,
-        max_size=max_size,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "dirichlet")
+    y_train, y_test = options.classes(opened)
     shared.check_clients(clients, len(y_train) // min_size, f"sets of {min_size} training examples")
-    rng = generator(seed, Purpose.PARTITION)
-    clusters = None
-    if label_clusters is not None:
-        clusters = [
-            np.sort(group)
-            for group in np.array_split(rng.permutation(opened.outputs), label_clusters)
-        ]
+    rng, kinds = options.rng, opened.outputs
+    if label_clusters is None:
+        del options.recipe["label_clusters"]
+    else:
+        kinds, clusters = (
+            label_clusters,
+            [
+                np.sort(group)
+                for group in np.array_split(rng.permutation(opened.outputs), label_clusters)
+            ],
+        )
         cluster_of = np.empty(opened.outputs, dtype=np.int64)
         for k, group in enumerate(clusters):
             cluster_of[group] = k
+        options.recipe["label_clusters"] = [group.tolist() for group in clusters]
         y_train, y_test = cluster_of[y_train], cluster_of[y_test]
-    sizes = np.bincount(y_train, minlength=opened.outputs if clusters is None else len(clusters))
-    counts, moved = partitions.dirichlet_counts(sizes, clients, alpha, min_size, rng)
+    sizes = np.bincount(y_train, minlength=kinds)
+    counts, options.recipe["moved"] = partitions.dirichlet_counts(
+        sizes, clients, alpha, min_size, rng
+    )
     return options.federate(
         opened,
         partitions.deal_counts(y_train, counts, rng),
         partitions.follow_counts(y_test, counts, rng),
-        {
-            "recipe": "dirichlet",
-            "source": opened.info.name,
-            "clients": clients,
-            "alpha": alpha,
-            "min_size": min_size,
-            "moved": moved,
-            **(
-                {}
-                if clusters is None
-                else {"label_clusters": [group.tolist() for group in clusters]}
-            ),
-        },
     )
 
 
-@declared
+@shared.recipe("cifar100")
 def pachinko(
-    source: shared.SourceName = "cifar100",
+    options: shared.Options,
     *,
     clients: shared.Clients = 100,
     size: shared.TrainRows | None = None,
     alpha: Positive = 0.4,
     beta: Positive = 10.0,
     superclasses: shared.Superclasses = None,
-    seed: shared.Seed = 0,
-    validation: shared.Validation = 0.0,
-    calibration: shared.Calibration = 0.0,
-    root: shared.Root = None,
-    download: shared.Download = False,
+    **_: Unpack[shared.Read],
 ) -> FederatedData:
     """Divide a data set along a tree of superclasses and classes: a client has few superclasses,
     and most classes of these.
@@ -282,34 +217,18 @@ def pachinko(
         >>> clients.counts["train"].tolist()
         [100, 100, 100, 100]
     """
-    options = shared.Options(
-        source=source,
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        root=root,
-        download=download,
-    )
     opened = options.open()
-    y_train, y_test = shared.classes(opened, "pachinko")
+    y_train, y_test = options.classes(opened)
     groups = shared.superclass_groups(opened, superclasses)
     sizes = np.bincount(y_train, minlength=opened.outputs)
     rows = int(sizes[[k for group in groups for k in group]].sum())
     size = max(1, rows // clients) if size is None else size
     shared.check_clients(clients, rows // size, f"sets of {size} training examples")
-    rng = generator(seed, Purpose.PARTITION)
+    rng = options.rng
+    options.recipe.update(size=size, superclasses=groups)
     counts = partitions.pachinko_counts(sizes, groups, clients, size, alpha, beta, rng)
     return options.federate(
         opened,
         partitions.deal_counts(y_train, counts, rng),
         partitions.follow_counts(y_test, counts, rng),
-        {
-            "recipe": "pachinko",
-            "source": opened.info.name,
-            "clients": clients,
-            "size": size,
-            "alpha": alpha,
-            "beta": beta,
-            "superclasses": groups,
-        },
     )

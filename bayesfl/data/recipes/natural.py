@@ -50,7 +50,12 @@ def heart_disease(
         FederatedData(heart, 4 clients; train 486, test 254)
     """
     options = shared.Options(
-        source="heart", seed=seed, validation=validation, calibration=calibration, root=root
+        source="heart",
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        recipe={"recipe": "heart_disease", "source": "heart"},
     )
     source = options.load()
     assert source.owners is not None
@@ -70,7 +75,6 @@ def heart_disease(
         source,
         train,
         test,
-        {"recipe": "heart_disease", "source": "heart"},
         pooled=True,
         x=x.float(),
         names=source.owner_names,
@@ -121,6 +125,7 @@ def shakespeare(
         validation=validation,
         calibration=calibration,
         root=root,
+        recipe={"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
     )
     source = options.load()
     assert source.owners is not None
@@ -140,7 +145,6 @@ def shakespeare(
             np.arange(starts[j] + cut, starts[j] + counts[j])
             for j, cut in zip(chosen, cuts, strict=True)
         ],
-        {"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
         pooled=True,
         names=[source.owner_names[j] for j in chosen],
     )

@@ -7,10 +7,22 @@ arguments give the same partition on every machine; two federations are the same
 `FederatedData.hash` is.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import (
+    Annotated,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    get_args,
+    get_type_hints,
+)
 
 import numpy as np
 from torch import Tensor
@@ -63,6 +75,34 @@ Root: TypeAlias = Annotated[
 ]
 Download: TypeAlias = Annotated[bool, "Whether torchvision may download images that are absent."]
 
+P = ParamSpec("P")
+
+
+class Read(TypedDict, total=False):
+    """What every recipe takes that divides a data set by name."""
+
+    seed: Seed
+    validation: Validation
+    calibration: Calibration
+    root: Root
+    download: Download
+
+
+class Cut(Read, total=False):
+    """The same of a recipe that leaves clients some of their training rows."""
+
+    max_size: MaxSize
+
+
+class Recipe(Protocol[P]):
+    """A recipe as it is called."""
+
+    def __call__(
+        self, source: SourceName = "digits", *args: P.args, **kwargs: P.kwargs
+    ) -> FederatedData:
+        """Make a federation."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 @declared
@@ -72,6 +112,10 @@ class Options:
     Recipes of one data set have no `source`, and those that need no files no `root` and no
     `download`. Those that fix or standardise each client's training rows themselves have no
     `max_size`.
+
+    Args:
+        recipe: What is written of the call in the data: the recipe's name, its own options and what
+            it found; source, shares and seed are added.
     """
 
     source: SourceName = "digits"
@@ -81,6 +125,12 @@ class Options:
     calibration: Calibration = 0.0
     root: Root = None
     download: Download = False
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Return the generator of the partition, at its start."""
+        return generator(self.seed, Purpose.PARTITION)
 
     def load(self) -> Source:
         """Return the source that was given, or read the data set that was named."""
@@ -110,7 +160,6 @@ class Options:
         source: Source,
         train: Sequence[np.ndarray],
         test: Sequence[np.ndarray],
-        recipe: Mapping[str, Any],
         *,
         pooled: bool = False,
         x: Tensor | None = None,
@@ -127,7 +176,6 @@ class Options:
             source: The data set.
             train: Training rows of each client.
             test: Test rows of each client, numbered from 0 within the source's test part.
-            recipe: The partition's name and options; the shares and the seed are added to them.
             pooled: Whether test rows are numbered through all of the source, as training rows are,
                 so that its own division is not kept.
             x: Inputs in place of the source's; None for the source's.
@@ -142,7 +190,7 @@ class Options:
             ValueError: The shares add up to 1 or more, or a client would have no training rows
                 left.
         """
-        y = source.y if y is None else y
+        y, recipe = source.y if y is None else y, self.recipe
         if self.max_size is not None:
             train = self._limited(
                 train,
@@ -166,6 +214,19 @@ class Options:
             environment=environment,
         )
 
+    def classes(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        """Return the class of each training row, and that of each test row.
+
+        Raises:
+            ValueError: The data set is for regression.
+        """
+        if source.task != "classification":
+            raise ValueError(
+                f"{self.recipe['recipe']} shares data out by class, {source.info.name!r} is a "
+                "regression: use iid, or diabetes(by=...)"
+            )
+        return source.y_train.numpy(), source.y_test.numpy()
+
     def _limited(
         self, rows: Sequence[np.ndarray], most: int, labels: np.ndarray | None
     ) -> list[np.ndarray]:
@@ -178,18 +239,54 @@ class Options:
         return kept
 
 
-def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the class of each training row, and that of each test row.
+def recipe(
+    source: str = "digits",
+) -> Callable[[Callable[Concatenate[Options, P], FederatedData]], Recipe[P]]:
+    """Make a recipe of a function that divides a data set: its users give a source, the options
+    that all recipes share and its own, and the function gets these as `Options`.
 
-    Raises:
-        ValueError: The data set is for regression.
+    The last parameter of the function, `**_: Unpack[Cut]` or `**_: Unpack[Read]`, says which of the
+    shared options there are. The recipe is `declared`, so that unknown options are refused and
+    `help` shows all.
+
+    Args:
+        source: The data set by default.
     """
-    if source.task != "classification":
-        raise ValueError(
-            f"{recipe} shares data out by class, {source.info.name!r} is a regression: use iid, or "
-            "diabetes(by=...)"
+
+    def decorate(function: Any) -> Any:
+        _, *own, rest = inspect.signature(function).parameters.values()
+        hints = get_type_hints(Options, include_extras=True)
+        given = [name for name in hints if name in get_type_hints(*get_args(rest.annotation))]
+
+        @functools.wraps(function)
+        def divide(source: SourceName, **named: Any) -> FederatedData:
+            mine = {one.name: named.pop(one.name) for one in own}
+            called = source.info.name if isinstance(source, Source) else source
+            about = {"recipe": function.__name__, "source": called, **mine}
+            return function(Options(source=source, recipe=about, **named), **mine)
+
+        made: Any = divide
+        del made.__wrapped__  # whose signature is another
+        parameters = [
+            inspect.Parameter("source", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=source),
+            *own,
+            *(
+                inspect.Parameter(
+                    one, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, one)
+                )
+                for one in given
+            ),
+        ]
+        made.__signature__ = inspect.Signature(parameters, return_annotation=FederatedData)
+        made.__annotations__ = (
+            {"source": SourceName}
+            | {one.name: one.annotation for one in own}
+            | {one: hints[one] for one in given}
+            | {"return": FederatedData}
         )
-    return source.y_train.numpy(), source.y_test.numpy()
+        return declared(made)
+
+    return decorate
 
 
 def check_clients(clients: int, most: int, what: str) -> None:

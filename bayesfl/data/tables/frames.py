@@ -130,19 +130,6 @@ def names_of(x: Any, *, pooled: bool) -> tuple[str, ...] | None:
     return None
 
 
-def same_columns(what: str, found: Sequence[str] | None, known: Sequence[str] | None) -> None:
-    """Check that columns are those that a model was trained on, where both have names.
-
-    Raises:
-        ValueError: They differ, or stand in another order.
-    """
-    if found is not None and known is not None and tuple(found) != tuple(known):
-        raise ValueError(
-            f"{what} has the columns {list(found)[:20]}, the model was trained on "
-            f"{list(known)[:20]}; select these, in this order"
-        )
-
-
 def columns_of(value: Any) -> list[Any]:
     """Return the names of a frame's columns; none of anything else."""
     columns = getattr(value, "columns", None)

@@ -86,27 +86,20 @@ class Table:
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
-        self._name, self._pandas = name, hasattr(frame, "iloc")
         if not is_frame(frame):
             raise TypeError(
                 f"{name} must be a data frame, of pandas or polars say, got "
                 f"{type(frame).__name__}; {_maker(frame)}"
             )
-        if not self._pandas:
-            import pyarrow as pa
-
-            frame = pa.table(frame)
-        self._frame = frame
-        self.columns = [
-            str(column) for column in (frame.columns if self._pandas else frame.column_names)
-        ]
-        self.rows = len(frame)
+        self._name, self._frame = name, pandas_of(frame)
+        self.columns, self.rows = list(self._frame.columns), len(self._frame)
         if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):
             raise ValueError(
                 f"{name} has several columns called {twice[:5]}; give them names of their own"
             )
-        if self._pandas and not frame.index.is_unique:
-            again = frame.index[frame.index.duplicated()].tolist()[0]
+        index = self._frame.index
+        if not index.is_unique:
+            again = index[index.duplicated()].tolist()[0]
             raise ValueError(
                 f"{name} has the index {again!r} more than once, as after concat: if the rows are "
                 "different, call reset_index(drop=True), if they are the same, drop_duplicates()"
@@ -130,58 +123,22 @@ class Table:
             ValueError: It holds dates, several types, numbers that are infinite or too large, or
                 anything that is neither number nor text.
         """
-        return _finite(self._values(name))
-
-    def _values(self, name: str) -> Values:
-        if self._pandas:
-            column = self._frame.iloc[:, self.columns.index(name)]
-            kind = getattr(column.dtype, "kind", "O")
-            missing = column.isna().to_numpy()
-            if kind in "biuf":
-                exact = (
-                    None
-                    if kind == "f"
-                    else column.to_numpy(dtype="uint64" if kind == "u" else "int64")
-                    if not missing.any()
-                    else None
+        column = self._frame.iloc[:, self.columns.index(name)]
+        kind, missing = getattr(column.dtype, "kind", "O"), column.isna().to_numpy()
+        if kind == "f" or (kind in "biu" and not missing.any()):
+            whole = {"b": "int64", "i": "int64", "u": "uint64"}.get(kind)
+            return _finite(
+                Values(
+                    name,
+                    numbers=column.to_numpy(dtype=np.float64, na_value=np.nan),
+                    exact=None if whole is None else column.to_numpy(dtype=whole),
                 )
-                if kind != "f" and exact is None:
-                    exact = _exact(
-                        [
-                            None if none else value
-                            for none, value in zip(missing, column.astype(object), strict=True)
-                        ]
-                    )
-                return Values(
-                    name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact
-                )
-            found = _of_objects(
-                name,
-                [
-                    None if none else value
-                    for none, value in zip(missing, column.astype(object), strict=True)
-                ],
             )
-            if column.dtype.name != "category":
-                return found
-            return _declared(
-                _finite(found), column.dtype.categories if column.dtype.ordered else None
-            )
-        import pyarrow as pa
-
-        column = self._frame[name]
-        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-            exact = None
-            if pa.types.is_integer(column.type):
-                exact = _exact(column.to_pylist()) if column.null_count else column.to_numpy()
-            return Values(name, numbers=column.cast("float64", safe=False).to_numpy(), exact=exact)
-        if not pa.types.is_dictionary(column.type):
-            return _of_objects(name, column.to_pylist())
-        levels = column.unify_dictionaries().chunk(0).dictionary.to_pylist()
-        told = column.type.ordered or any(
-            key.startswith(b"_PL_ENUM") for key in self._frame.schema.field(name).metadata or ()
-        )
-        return _declared(_of_objects(name, column.to_pylist()), levels if told else None)
+        pairs = zip(missing, column.astype(object), strict=True)
+        found = _finite(_of_objects(name, [None if none else value for none, value in pairs]))
+        if column.dtype.name != "category":
+            return found
+        return _declared(found, column.dtype.categories if column.dtype.ordered else None)
 
 
 def _finite(values: Values) -> Values:
@@ -211,6 +168,24 @@ def _declared(values: Values, order: Any) -> Values:
         known = [one if isinstance(one, str) else _level(one) for one in found if one is not None]
         named = tuple(dict.fromkeys(known))
     return Values(values.name, texts=texts, order=named, declared=True)
+
+
+def pandas_of(frame: Any) -> Any:
+    """Return a data frame as one of pandas, whose columns' names are text.
+
+    Args:
+        frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
+            needs pyarrow; whole numbers stay such where some are missing.
+    """
+    if not hasattr(frame, "iloc"):
+        import pyarrow
+
+        table = pyarrow.table(frame)
+        frame = table.to_pandas(integer_object_nulls=True)
+        for field in table.schema:
+            if any(key.startswith(b"_PL_ENUM") for key in field.metadata or ()):
+                frame[field.name] = frame[field.name].cat.as_ordered()
+    return frame.set_axis([str(column) for column in frame.columns], axis=1)
 
 
 def _maker(value: Any) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, digest_of_tensors
-from bayesfl.base.described import described
+from bayesfl.base.described import described, differences
 from bayesfl.base.files import folder
-from bayesfl.base.inputs import Shapes, words
+from bayesfl.base.inputs import words
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import instance, suggests, whole
 from bayesfl.base.protocols import (
@@ -39,10 +39,9 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
+from bayesfl.data.schema import Schema
 from bayesfl.data.split import Change
-from bayesfl.data.tables.columns import Columns, warn_of_rows
-from bayesfl.data.tables.frames import check_index, names_of, same_columns
-from bayesfl.data.tables.table import Table, is_frame
+from bayesfl.data.tables.frames import check_index
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
@@ -53,21 +52,18 @@ from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
-from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.clients.pooling import servers
 from bayesfl.federation.clients.predicting import predicting, predictor_of, rule_of
 from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
-    differences,
     refuse_differences,
     same_method,
     same_network,
 )
 from bayesfl.models.copies import refuse_changed
 
-REAL = "biuf"  # kinds of NumPy's real numbers
 LARGEST_TENSOR = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs
 training data.
@@ -97,12 +93,8 @@ class ClientModel:
         view: The beliefs from which it predicts, after fine-tuning where the method has it, [...].
         round: Number of rounds done.
         seed: The run's seed.
-        inputs: Shape of one example as the model receives it.
-        form: The form of inputs as the client has them, and the transform.
-        class_names: One name for each class; None for classes without names, or regression.
-        columns: Names of the inputs' columns; None for inputs without names.
-        prepared: What makes these of the columns of a frame; None where the inputs were not made of
-            one.
+        schema: What the rows look like: as the client has them, as the model receives them, and
+            what is predicted.
         value: The number that the method's predictor tunes; None where it has none.
         plug_in: Whether it predicts at the means of its beliefs alone.
         predictor: The client's predictor as it was fitted to training data; None where the method
@@ -128,11 +120,7 @@ class ClientModel:
     view: View
     round: int
     seed: int
-    inputs: Shapes
-    form: Form
-    class_names: tuple[str, ...] | None = None
-    columns: tuple[str, ...] | None = None
-    prepared: Columns | None = None
+    schema: Schema
     value: float | None = None
     plug_in: bool = False
     predictor: FittedPredictor | None = None
@@ -149,7 +137,8 @@ class ClientModel:
 
     def __repr__(self) -> str:
         how = ", at the means" if self.plug_in else ""
-        return f"ClientModel({self.name!r} after round {self.round}; inputs {self.inputs}{how})"
+        inputs = self.schema.inputs
+        return f"ClientModel({self.name!r} after round {self.round}; inputs {inputs}{how})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -206,11 +195,7 @@ class ClientModel:
         """
         surveying.check_reading(self)
         refuse_changed(self.algorithm.model)
-        if self.prepared is not None and is_frame(x):
-            x, strange = self.prepared.applied(Table(x, "x"))
-            warn_of_rows(strange)
-        same_columns("x", names_of(x, pooled=True), self.columns)
-        rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
+        rows = self.schema.read_inputs(x, dtype=self.dtype, device=self.device)
         about: dict[str, Any] = {
             "client": self.client,
             "seed": self.seed,
@@ -245,7 +230,7 @@ class ClientModel:
     def _predictions(self, found: dict[str, Any]) -> Predictions:
         """Return tensors [1, N, ...] as predictions on the CPU."""
         everyone = torch.ones(next(iter(found.values())).shape[:2], dtype=torch.bool)
-        about = {"likelihood": self.algorithm.likelihood, "class_names": self.class_names}
+        about = {"likelihood": self.algorithm.likelihood, "class_names": self.schema.class_names}
         return Predictions(mask=everyone, **about, **{name: t.cpu() for name, t in found.items()})
 
     def scores(self, x: Any, y: Any = None) -> np.ndarray:
@@ -265,12 +250,14 @@ class ClientModel:
         place, one = self._sets()
         local = self.local_predictions(x)
         if y is not None:
-            local = replace(
-                local,
-                predictions=replace(
-                    local.predictions, labels=self._labels(local.predictions, y)[None]
-                ),
-            )
+            made = local.predictions
+            if made.probs is not None and made.probs.dim() == 4:
+                raise ValueError(
+                    "alarms watch rows of one label each: the labels of one row are not "
+                    "independent; score rows by a number of your own"
+                )
+            labels = self.schema.read_labels(y, made.mask.shape[1])[None]
+            local = replace(local, predictions=replace(made, labels=labels))
         local = calibration.applied(self.steps[:place], local)
         if y is not None:
             return Scores.made(
@@ -366,46 +353,6 @@ class ClientModel:
             )
         return found[-1]
 
-    def _labels(self, found: Predictions, y: Any) -> torch.Tensor:
-        """Return labels or targets as those of a split, [N, ...]; names of classes as their
-        numbers.
-
-        Raises:
-            ValueError: They do not fit the predictions.
-        """
-        values = np.asarray(y).copy()  # what a data frame gives cannot be written
-        kind, names = values.dtype.kind, self.class_names
-        if kind in "OUT" and names is not None:
-            values = _numbered(values, names)
-        elif kind == "b" and names is not None and set(names) <= {"False", "True"}:
-            values = _numbered(values.astype(str), names)
-        elif (
-            kind in REAL
-            and names is not None
-            and (kind == "b" or _numerals(names))
-            and not isinstance(y, Tensor)
-        ):
-            raise ValueError(
-                f"y has {'truth values' if kind == 'b' else 'numbers'}, and the "
-                f"classes are named by others, {list(names[:5])}: pass these names as "
-                "text, y.astype(str)"
-            )
-        if values.dtype.kind not in REAL or not values.ndim:
-            raise ValueError(
-                "y must be a list or an array of labels or targets, one for each row, got "
-                f"{type(y).__name__} of {values.dtype}"
-            )
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise ValueError("y has numbers that are not finite; leave these rows out")
-        if found.probs is not None:
-            _check_classes(values, found.probs)
-        labels, rows = torch.as_tensor(values), found.mask.shape[1]
-        if len(labels) != rows:
-            raise ValueError(f"y must have a label for each of {rows} rows, got {len(labels)}")
-        return (
-            _as_targets(labels, found) if found.probs is None else _as_classes(labels, found.probs)
-        )
-
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in
         evaluation mode.
@@ -452,12 +399,8 @@ class ClientModel:
         made = replace(self, plug_in=True) if plug_in else self
         surveying.check_reading(made)
         made._check_at_means()
-        if self.prepared is not None and is_frame(x):
-            x, _ = self.prepared.applied(Table(x, "x"))
-        served, rows = (
-            made._served(),
-            self.form.split(x, self.inputs, dtype=self.dtype, device=self.device).x,
-        )
+        served, schema = made._served(), self.schema
+        rows = schema.read_inputs(x, dtype=self.dtype, device=self.device).x
         found = made.predict(x)
         expected = {
             name: t for name, t in vars(found).items() if isinstance(t, Tensor) and name != "mask"
@@ -465,10 +408,10 @@ class ClientModel:
         about = {
             "client": self.name,
             "round": self.round,
-            "class_names": self.class_names,
-            "columns": self.columns,
-            "prepared": None if self.prepared is None else json.loads(self.prepared.to_json()),
-            **described_served(self.steps, self.form.transform),
+            "class_names": schema.class_names,
+            "columns": schema.columns,
+            "prepared": None if schema.prepared is None else json.loads(schema.prepared.to_json()),
+            **described_served(self.steps, schema.transform),
         }
         write_onnx(path, served, rows, expected, about)
 
@@ -514,7 +457,7 @@ class ClientModel:
             networks = [module_at(algorithm, algorithm.parts, view)]
         networks = [network.cpu() for network in networks]
         return Served(
-            networks, weights, algorithm.likelihood, self.form.transform, self.dtype, self.steps
+            networks, weights, algorithm.likelihood, self.schema.transform, self.dtype, self.steps
         )
 
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
@@ -647,33 +590,19 @@ def client_model(
     predictor = None if rule is None else rule(algorithm, told, view, train or {})
     names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
-    if isinstance(data, FederatedData):
-        form = Form.of(data.train)
-    elif data.transform is not None:
+    if isinstance(data, Outline) and data.transform is not None:
         raise ValueError(
             f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of "
             "rows, and this result was loaded without the data, which have it; bf.load(path, "
             "algorithm, clients) loads it with them"
         )
-    else:
-        form = Form.read({"tensors": data.tensors}, None)
-    prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
     compared = compares(one.step for one in steps)
     common = (
         predict.common_view(algorithm, given if server is None else server) if compared else None
     )
-    about = {
-        "inputs": data.inputs,
-        "form": form,
-        "class_names": data.class_names,
-        "columns": data.columns,
-        "prepared": prepared,
+    common = {
+        block: {key: t.clone() for key, t in of.items()} for block, of in (common or {}).items()
     }
-    about["common"] = (
-        {}
-        if common is None
-        else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}
-    )
     return ClientModel(
         algorithm,
         name,
@@ -681,10 +610,11 @@ def client_model(
         kept,
         round,
         seed,
+        data.schema,
         value=predict.value_of(algorithm, known),
         predictor=predictor,
         steps=steps,
-        **about,
+        common=common,
     )
 
 
@@ -701,71 +631,9 @@ def needed(algorithm: Algorithm) -> tuple[str, ...]:
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
 
 
-def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return names of classes as their numbers.
-
-    Raises:
-        ValueError: One is no class.
-    """
-    number = {name: place for place, name in enumerate(names)}
-    texts = [str(one) for one in values.ravel().tolist()]
-    if other := sorted(set(texts) - number.keys()):
-        raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(number)}")
-    return np.array([number[text] for text in texts]).reshape(values.shape)
-
-
-def _check_classes(values: np.ndarray, probs: Tensor) -> None:
-    """Raise ValueError if values cannot be numbers of classes, whichever they are."""
-    if values.dtype.kind == "f" and (values != np.rint(values)).any():
-        raise ValueError("y must be whole numbers of classes, got fractions")
-    if probs.dim() == 4:
-        raise ValueError(
-            "alarms watch rows of one label each: the labels of one row are not independent; "
-            "score rows by a number of your own"
-        )
-    if values.dtype.kind == "b" and probs.shape[-1] != 2:
-        raise ValueError(f"y must be one of {probs.shape[-1]} classes, got truth values")
-
-
-def _as_targets(labels: Tensor, found: Predictions) -> Tensor:
-    """Return targets in the shape of the predictions of numbers, [N, ...]."""
-    like = found.lower if found.variance is None else found.mean
-    assert like is not None  # predictions of numbers have one of the two
-    if labels.numel() != like.numel():
-        raise ValueError(
-            f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}"
-        )
-    return labels.reshape(like.shape[1:])
-
-
 def _again(held: dict[str, Any]) -> ClientModel:
     """Return the model that was pickled with these fields."""
     return ClientModel(**held)
-
-
-def _as_classes(labels: Tensor, probs: Tensor) -> Tensor:
-    """Return numbers of classes as int64, [N]."""
-    classes = probs.shape[-1]
-    if labels.shape != probs.shape[1:-1] or bool(((labels < 0) | (labels >= classes)).any()):
-        raise ValueError(
-            f"y must be classes from 0 to {classes - 1}, one for each row, got "
-            f"{labels.unique().tolist()[:5]} of shape {list(labels.shape)}"
-        )
-    return labels.long()
-
-
-def _numerals(names: Sequence[str]) -> bool:
-    """Say whether a class is named by a number, or a truth value, which is not the place that it
-    has.
-    """
-
-    def other(name: str, place: int) -> bool:
-        try:
-            return float({"false": "0", "true": "1"}.get(name.lower(), name)) != place
-        except ValueError:
-            return False
-
-    return any(other(name, place) for place, name in enumerate(names))
 
 
 @suggests
@@ -813,7 +681,7 @@ def load_client(
         instance("algorithm", algorithm, nn.Module, "pass the network, or the method")
     file = only_file(folder("path", path))
     found = files.read_file(file, files.CLIENT, present(device))
-    form, known = found.pop("form"), found.pop("algorithm")
+    schema, known = found.pop("schema"), found.pop("algorithm")
     found.pop("written")
     predicts = found.pop("predicting")
     if isinstance(algorithm, Algorithm):
@@ -823,13 +691,13 @@ def load_client(
         algorithm = _alone(file, known, predicts, algorithm)
         # The file's method said it in other words.
         found["steps"] = tuple(replace(one, reading=None) for one in found["steps"])
-    apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
+    apart = differences({"transform": schema.transform}, {"transform": described(transform)})
     refuse_differences(
         f"{str(file)!r} was made with another function of inputs:",
         apart,
         "give that one by transform=, as a file holds no code",
     )
-    return ClientModel(algorithm, **found, form=Form.read(form, transform))
+    return ClientModel(algorithm, **found, schema=replace(schema, transform=transform))
 
 
 def _alone(

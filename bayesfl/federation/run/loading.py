@@ -15,14 +15,17 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.data.names import same_classes
-from bayesfl.data.tables.frames import same_columns
 from bayesfl.federation.clients.pooling import servers
 from bayesfl.federation.clients.predicting import rule_of
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import identity, same_data, same_method, same_network
+from bayesfl.federation.store.identity import (
+    identity,
+    refuse_differences,
+    same_method,
+    same_network,
+)
 
 
 @declared
@@ -47,10 +50,9 @@ def load(
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
-        ValueError: The device is absent, or the data's columns or classes have other names than
-            those of the run, or another order.
+        ValueError: The device is absent.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made
-            with another method or on other data.
+            with another method or on other data, or names of its columns or classes.
 
     Example:
         >>> import tempfile
@@ -139,9 +141,12 @@ def resumed(
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
     """Return a result with the data on which it was made."""
-    same_data(what, result.known.outline, clients)
-    same_columns("clients", clients.columns, result.known.columns)
-    same_classes("clients", clients.class_names, result.known.class_names)
+    refuse_differences(
+        f"{what} was made on other data:",
+        result.known.outline.differences(clients.outline),
+        "give the same recipe and seed, with the same names of columns and classes, and the same "
+        "functions of inputs in every split",
+    )
     return replace(result, known=clients)
 
 

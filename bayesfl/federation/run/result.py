@@ -26,7 +26,7 @@ from bayesfl.composition.phases import Descend, unrolled
 from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
-from bayesfl.data.tables.frames import same_columns
+from bayesfl.data.schema import Schema
 from bayesfl.engine import Engine
 from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit, Counting, Groups, units
@@ -49,12 +49,11 @@ from bayesfl.federation.clients.client_model import (
     client_model,
     needs_data,
 )
-from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at, server_module
 from bayesfl.federation.clients.predicting import predicting
 from bayesfl.federation.run import reporting
-from bayesfl.federation.settings import FEDERATION, Settings, same_problem
+from bayesfl.federation.settings import FEDERATION, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Answer, identity, reading
 from bayesfl.models.copies import refuse_changed
@@ -582,12 +581,7 @@ class Result:
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
-        same_problem("novel", novel, self.known)
-        if other := other_transform(novel, self.known):
-            raise ValueError(
-                f"novel has other inputs, {other}; pass novel.transformed(...) with the "
-                "federation's function"
-            )
+        self.known.schema.refuse_other("novel", novel.schema)
         algorithm = self.algorithm
         kept = [name for name in algorithm.parts if algorithm.blocks[name].keep]
         if kept and not algorithm.adapt:
@@ -914,8 +908,8 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
             "the split has no examples to predict; pass one that has, or make the data with a "
             "larger part for it"
         )
-    same_columns("split", split.columns, data.columns)
-    same_form("split", split, data.train)
+    about = {"outputs": data.outputs, "task": data.task, "columns": split.columns}
+    data.schema.refuse_other("split", Schema.of(split, **about))
     if split.clients != data.clients:
         raise ValueError(
             f"the split has {split.clients} clients, the result {data.clients}; use "

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
-from bayesfl.base.described import described
+from bayesfl.base.described import described, differences, in_words
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
@@ -49,7 +49,6 @@ from bayesfl.federation.settings import (
     present,
 )
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import differences, in_words
 
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""

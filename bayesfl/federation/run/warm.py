@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.archive import digest_of_tensors
+from bayesfl.base.described import in_words
 from bayesfl.base.protocols import Server
 from bayesfl.base.trees import detached
 from bayesfl.base.warning import warn
@@ -22,11 +24,9 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
 from bayesfl.data import FederatedData
 from bayesfl.data.names import generated
-from bayesfl.federation.clients.form import other_transform
 from bayesfl.federation.clients.local import State, private_rows
 from bayesfl.federation.run.loading import started
 from bayesfl.federation.run.result import METHODS_START, Result
-from bayesfl.federation.settings import same_problem
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,15 @@ def from_where(
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
-        ValueError: The data are of another problem than those of the run, see `same_problem`.
+        ValueError: The data are of another problem than those of the run: inputs, outputs, task,
+            or names of columns or classes differ.
         CheckpointError: The folder holds no run that this method could have reached, or the run is
             of another network.
     """
     found = started(start, algorithm, device)
-    same_problem("clients", clients, found.known)
-    if other := other_transform(clients, found.known):
+    known, now = found.known.schema, clients.schema
+    known.refuse_other("clients", replace(now, tensors=known.tensors, transform=known.transform))
+    if other := in_words(known.differences(replace(now, tensors=known.tensors))):
         warn(f"clients has another function of inputs, {other}: the start was trained on others")
     warn_of_seed(found.settings.seed, seed)
     return found

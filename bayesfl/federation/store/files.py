@@ -28,11 +28,10 @@ from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError
 from bayesfl.base.described import anonymous
 from bayesfl.base.files import folder, remove_leftovers
-from bayesfl.base.inputs import as_tuples
 from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
-from bayesfl.data.tables.columns import Columns
+from bayesfl.data.schema import Schema
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import (
     Abstention,
@@ -167,13 +166,11 @@ def optional(entry: Entry) -> Entry:
 
 PLAIN = Entry()
 WHOLE = Entry(read=int)
-TUPLE = Entry(read=as_tuples)
 METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
 HISTORY = Entry(_write_history, _read_history)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 AFTER = Entry(_write_after, _read_after)
-COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))
 
 RUN = FileKind(
     "run",
@@ -181,7 +178,7 @@ RUN = FileKind(
     "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it",
     {
         "algorithm": METHOD,
-        "known": Entry(lambda known: asdict(known.outline), Outline.read),
+        "known": Entry(lambda known: known.outline.described(), Outline.read),
         "settings": SETTINGS,
         "engine": Entry(asdict, lambda found: Engine(**found)),
         **dict.fromkeys(("server", "private", "novel", "tolerant", "began", "predicting"), PLAIN),
@@ -205,9 +202,7 @@ CLIENT = FileKind(
             PLAIN,
         ),
         **dict.fromkeys(("client", "round", "seed"), WHOLE),
-        **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),
-        "form": Entry(lambda form: form.described()),
-        "prepared": COLUMNS,
+        "schema": Entry(Schema.described, Schema.read),
         "steps": AFTER,
     },
 )
@@ -231,7 +226,7 @@ def write(
             a function that cannot be recognised.
     """
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
-    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
+    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "schema")))
     made, tensors = _folder(path), flatten(_part(said, tensors=True))
     archive.write(made / file, kind.name, _part(said, tensors=False), tensors)
 
@@ -331,7 +326,8 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
         RecursionError,
     ) as error:
         raise CheckpointError(
-            f"{str(file)!r} is not {kind.what} of this version: {type(error).__name__}, {error}"
+            f"{str(file)!r}, which bayesfl {archive.said_of(file).get('version')} wrote, is not "
+            f"{kind.what} of this version: {type(error).__name__}, {error}"
         ) from error
 
 

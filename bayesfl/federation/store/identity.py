@@ -12,19 +12,14 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
-from bayesfl.base.described import described, network
+from bayesfl.base.described import described, differences, in_words, network
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData
-from bayesfl.data.outline import Outline
 from bayesfl.models.copies import refuse_changed
 from bayesfl.models.modes import norms, rate
 
 if TYPE_CHECKING:
     from bayesfl.evaluation.calibration import Step
-
-FIRST = 3
-"""Number of differences that an error message lists."""
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
@@ -100,33 +95,6 @@ def reading(algorithm: Algorithm) -> str:
             ]
         )
     )
-
-
-def differences(one: object, other: object, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the places where two descriptions differ, with what stands there in each."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        pairs = [
-            (f"{path}.{key}" if path else key, one.get(key), other.get(key))
-            for key in dict.fromkeys([*one, *other])
-        ]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [
-            (f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))
-        ]
-    else:
-        return {} if one == other else {path: (one, other)}
-    return {
-        place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()
-    }
-
-
-def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the first differences in words, and how many more there are; empty for none."""
-    first = "; ".join(
-        f"{path.rstrip('.')}: saved {then}, given {now}"
-        for path, (then, now) in list(different.items())[:FIRST]
-    )
-    return first + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
 
 
 def refuse_differences(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
@@ -262,28 +230,4 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
         f"{what} has the state of another network:",
         different,
         "build the method on that network, frozen weights and buffers included",
-    )
-
-
-def same_data(what: str, known: Outline, clients: FederatedData) -> None:
-    """Check that data are those on which a run was made: the same clients in one order, the same
-    rows, transform and augmentation, in every split.
-
-    Raises:
-        CheckpointError: They differ; `what` begins the message.
-    """
-    then, now = (
-        {
-            name: getattr(one, name)
-            for name in ("client_names", "rows", "transform", "augment", "hash")
-        }
-        for one in (known, clients.outline)
-    )
-    found = differences(json.loads(json.dumps(then)), json.loads(json.dumps(now)))
-    if len(found) > 1:
-        found.pop("hash", None)  # which covers the others
-    refuse_differences(
-        f"{what} was made on other data:",
-        found,
-        "give the same recipe and seed, and the same functions of inputs in every split",
     )

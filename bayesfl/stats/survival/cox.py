@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import warn
+from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
@@ -27,7 +28,7 @@ from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.survival.partial import Alone, PartialLikelihood, Scores
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
-from bayesfl.stats.terms import Levels, numbers, pandas_of
+from bayesfl.stats.terms import Levels, numbers
 
 TENTH = 0.1
 """Bins of times that move an estimate by more than so many standard errors give a warning."""

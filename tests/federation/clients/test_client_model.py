@@ -42,7 +42,7 @@ def ditto(named: FederatedData) -> Result:
 
 def test_a_client_is_found_by_name_or_number(ditto: Result, named: FederatedData):
     one = ditto.client("Bern")
-    assert (one.name, one.client, one.class_names, one.round) == (
+    assert (one.name, one.client, one.schema.class_names, one.round) == (
         "Bern",
         2,
         ("mild", "grave", "none"),
@@ -586,7 +586,7 @@ def test_a_file_needs_the_transform_that_it_was_made_with(
     loaded = bf.load_client(tmp_path / "one", method, transform=bright)
     assert torch.equal(loaded.predict(x).probs, pictures.client(0).predict(x).probs)  # type: ignore[arg-type]
     loaded.save(tmp_path / "again")
-    assert bf.load_client(tmp_path / "again", method, transform=bright).form.transform is bright
+    assert bf.load_client(tmp_path / "again", method, transform=bright).schema.transform is bright
     ditto.client(0).save(tmp_path / "two")
     other = types.FunctionType(dark.__code__.replace(co_qualname="bright"), globals())
     for folder, given, transform, words in (
@@ -669,7 +669,7 @@ def test_a_run_that_was_loaded_without_data_knows_its_inputs(pictures: Result, t
     ):
         bf.load(tmp_path / "pictures", pictures.algorithm).client(1)
     assert (
-        bf.load(tmp_path / "pictures", pictures.algorithm, pictures.data).client(1).form.transform
+        bf.load(tmp_path / "pictures", pictures.algorithm, pictures.data).client(1).schema.transform
         is bright
     )
 

@@ -14,10 +14,10 @@ import torch
 import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
+from bayesfl.data.schema import _numerals
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, applied, fit
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients.client_model import _numerals
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from tests.federation.made import run
@@ -417,9 +417,9 @@ def test_alarms_that_cannot_be(served: Result, data: FederatedData):
         ),
         (lambda: model.scores(x, y[:3]), "y must have a label for each of"),
         (lambda: model.scores(x[:1], 1), "y must be a list or an array"),
-        (lambda: model.scores(x, y + 0.5), "y must be whole numbers"),
+        (lambda: model.scores(x, y + 0.5), "y must be classes, whole numbers"),
         (lambda: model.scores(x, y / 0), "not finite"),
-        (lambda: model.scores(x, y + 3), "y must be classes from 0 to 2"),
+        (lambda: model.scores(x, y + 3), "y must be classes, whole numbers from 0 to 2"),
         (lambda: model.scores(x, ["flue"] * len(x)), "y has 'flue', which is none of the classes"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -455,5 +455,5 @@ def test_numbers_have_alarms_too():
     np.testing.assert_allclose(model.scores(x, y), expected.double().numpy(), rtol=1e-5)
     assert not model.alarm().see(model.scores(x, y)).raised
     assert model.alarm().see(model.scores(x, y + 4.0)).raised
-    with pytest.raises(ValueError, match="y must have 1 targets for each row"):
+    with pytest.raises(ValueError, match="y must have 1 targets for each of"):
         model.scores(x, torch.stack([y, y], 1))

@@ -22,10 +22,10 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.base.archive import CheckpointError
+from bayesfl.base.described import differences
 from bayesfl.composition import options
 from bayesfl.composition.pools import Mean, equal
 from bayesfl.federation.store.identity import (
-    differences,
     identity,
     network_differences,
     same_method,

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
+from bayesfl.data.conversion import to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
-from bayesfl.data.own.conversion import to_inputs, to_tensor
 
 
 @pytest.mark.parametrize(
