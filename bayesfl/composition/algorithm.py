@@ -90,9 +90,6 @@ class Algorithm:
             and "ids" [C], and the numbers "round", "rounds" and "clients" J.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
-        measured: {name: parts} of further models of a client, which the history of a simulation
-            measures after each round on test data, at the means of these blocks after fine-tuning,
-            in columns such as `name_accuracy`; the names differ from those of its other columns.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of
             the blocks in `parts`.
         draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the
@@ -140,7 +137,6 @@ class Algorithm:
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
-    measured: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     predictor: Predictor | None = None
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
@@ -175,8 +171,7 @@ class Algorithm:
             "_layouts",
             {name: buffers.layout(self.model, block) for name, block in self.blocks.items()},
         )
-        for parts in (self.parts, *self.measured.values()):
-            self.check_parts(parts)
+        self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(
                 f"parts {self.parts} have copies, so a predictor must say how they predict "
