@@ -187,7 +187,7 @@ class Algorithm:
 
     def described_as(self) -> dict[str, Any]:
         """Return the description by which a saved run recognises the method, see
-        `bayesfl.base.described`: name and options, or the fields.
+        `bayesfl.base.described`: name and options, or the fields, without those at their defaults.
         """
         if self.made is None:
             name = "composed by hand"
@@ -197,6 +197,7 @@ class Algorithm:
                     f.name: getattr(self, f.name)
                     for f in fields(self)
                     if f.name not in ("model", "made", "watch")
+                    and getattr(self, f.name) is not f.default
                 },
             }
         function = inspect.unwrap(self.made.function)
@@ -205,13 +206,13 @@ class Algorithm:
             if function.__module__.startswith("bayesfl.")
             else described(function)
         )
-        name = whose.pop("name")
-        return {
-            "method": name,
-            "revision": self.made.revision,
-            name: dict(self.made.options),
-            **whose,
+        name, known = whose.pop("name"), inspect.signature(function).parameters
+        options = {
+            key: value
+            for key, value in self.made.options.items()
+            if key not in known or described(value) != described(known[key].default)
         }
+        return {"method": name, "revision": self.made.revision, name: options, **whose}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a method of the library as its function, options and model, and another one as its

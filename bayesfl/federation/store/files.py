@@ -13,7 +13,6 @@ code.
 """
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import archive
-from bayesfl.base.archive import CheckpointError, OtherFileError
+from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
 from bayesfl.base.described import anonymous
 from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.inputs import as_tuples
@@ -96,28 +95,24 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A step is none of bayesfl's.
     """
-    if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
+    try:
+        return [archive.plain(step, STEPS) for step in steps]
+    except UnknownError as error:
         raise ValueError(
-            f"the step {other[0]} cannot be saved, as its code would be needed to read it; "
-            f"bayesfl's are {list(STEPS)}"
-        )
-    described = []
-    for step in steps:
-        fields: Any = asdict(step)  # pyright: ignore[reportArgumentType] (bayesfl's are dataclasses)
-        options = json.loads(json.dumps(fields, default=lambda number: number.item()))
-        described.append({"step": type(step).__name__, "options": options})
-    return described
+            f"the step {error} cannot be saved, as its code would be needed to read it; bayesfl's "
+            f"are {list(STEPS)}"
+        ) from error
 
 
-def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+def read_steps(found: Any) -> tuple[Step, ...]:
     """Return the steps that a file describes, without what they have learnt."""
-    return tuple(STEPS[one["step"]](**one["options"]) for one in found)
+    return archive.made(found, STEPS)
 
 
 def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
     said = described_steps([one.step for one in steps])
     return {
-        str(place): {**about, "state": dict(one.state), "own": dict(one.own)}
+        str(place): {"step": about, "state": dict(one.state), "own": dict(one.own)}
         for place, (about, one) in enumerate(zip(said, steps, strict=True))
     }
 
@@ -125,7 +120,7 @@ def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
 def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     ordered = [found[str(place)] for place in range(len(found))]
     fitted = []
-    for step, one in zip(read_steps(ordered), ordered, strict=True):
+    for step, one in zip(read_steps([one["step"] for one in ordered]), ordered, strict=True):
         state = {name: t.cpu() for name, t in one["state"].items()}  # applied on the CPU
         fitted.append(Fitted(step, state, {name: t.cpu() for name, t in one["own"].items()}))
     return tuple(fitted)

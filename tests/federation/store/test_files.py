@@ -75,10 +75,10 @@ def test_another_kind_and_another_format_are_told(
         r"model\)",
     ):
         bf.load(tmp_path / "client", algorithm())
-    monkeypatch.setattr("bayesfl.base.archive.FORMAT", 6)
+    monkeypatch.setattr("bayesfl.base.archive.FORMAT", 7)
     with pytest.raises(
         CheckpointError,
-        match=rf"has format 5, which bayesfl {bf.__version__} wrote and reads, and this version "
+        match=rf"has format 6, which bayesfl {bf.__version__} wrote and reads, and this version "
         r"does not",
     ):
         bf.load(saved, algorithm())
