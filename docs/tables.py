@@ -214,8 +214,8 @@ def demo() -> str:
     """The demo's table, in Markdown."""
     saved = results("demo")
     table = runpy.run_path(str(ROOT / "examples" / "pfedvem.py"))["table"](
-        saved["rows"], "markdown"
-    )
+        saved["rows"]
+    ).to_markdown()
     return f"{table}\n\n{made({'command': 'make demo', **saved})}"
 
 
@@ -244,7 +244,7 @@ def demo_settings() -> str:
     for key, title in (("accuracy", "Accuracy"), ("nll", "NLL (nats)")):
         cells = {name: {of: found[name][key] for of, found in settings.items()} for name in names}
         columns = [report.Column(of, title=of, better=report.better(key)) for of in settings]
-        parts.append(f"**{title}**\n\n{report.table(cells, columns=columns, style='markdown')}")
+        parts.append(f"**{title}**\n\n{report.table(cells, columns=columns).to_markdown()}")
     return "\n\n".join([*parts, made(saved)])
 
 
@@ -429,7 +429,7 @@ def curvature_every() -> str:
         report.Column("contrasts_nll", title="contrasts: NLL", better="lower"),
         report.Column("global_nll", title="the server's prior: NLL", better="lower"),
     ]
-    return f"{report.table(rows, columns=columns, style='markdown')}\n\n{versions(saved)}"
+    return f"{report.table(rows, columns=columns).to_markdown()}\n\n{versions(saved)}"
 
 
 def programs() -> str:
@@ -525,15 +525,13 @@ def selection_more() -> str:
     networks = report.table(
         {name: cell["network"] for name, cell in alone.items()},
         columns=network,
-        style="markdown",
         corner="network",
-    )
+    ).to_markdown()
     counts = report.table(
         {name: cell["rows"]["changed constant pixels"] for name, cell in seen.items()},
         columns=counted,
-        style="markdown",
         corner="images",
-    )
+    ).to_markdown()
     parts = [
         f"**The networks**\n\n{networks}",
         "**AUROC of the number of changed pixels that were constant in training, without a "
@@ -660,7 +658,7 @@ def fedem() -> str:
         report.Column("l1", title="mixture weights: distance to the true ones"),
         report.Column("rate", title="learning rate", digits=2),
     ]
-    shown = report.table(rows, columns=columns, style="markdown")
+    shown = report.table(rows, columns=columns).to_markdown()
     return f"{shown}\n\n{versions(saved, anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
@@ -1017,7 +1015,7 @@ def privacy() -> str:
         report.Column("megabytes_up", title="MB sent", digits=1),
         report.Column("seconds", title="seconds", digits=1),
     ]
-    return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made(saved)}"
+    return f"{report.table(saved['rows'], columns=columns).to_markdown()}\n\n{made(saved)}"
 
 
 def networks() -> str:
@@ -1041,9 +1039,7 @@ def networks() -> str:
         said = (
             f"{size['dataset']}, {size['clients']} clients of {examples}, {size['rounds']} rounds"
         )
-        parts.append(
-            f"`{part}`: {said}.\n\n{report.table(rows, columns=columns, style='markdown')}"
-        )
+        parts.append(f"`{part}`: {said}.\n\n{report.table(rows, columns=columns).to_markdown()}")
     return "\n\n".join([*parts, versions(saved)])
 
 
@@ -1270,7 +1266,7 @@ def by_seed(found: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Tables:
 def titled(tables: Tables, columns: Sequence[report.Column]) -> str:
     """Tables one below another, each under its title, in Markdown."""
     return "\n\n".join(
-        f"**{title}**\n\n{report.table(rows, columns=columns, style='markdown')}"
+        f"**{title}**\n\n{report.table(rows, columns=columns).to_markdown()}"
         for title, rows in tables.items()
     )
 
@@ -1289,7 +1285,7 @@ def beside(tables: Tables, columns: Sequence[report.Column], *, corner: str = "m
         for title in tables
         for one in columns
     ]
-    return report.table(rows, columns=heads, style="markdown", corner=corner)
+    return report.table(rows, columns=heads, corner=corner).to_markdown()
 
 
 def ruled(heads: list[str], lines: list[list[str]]) -> str:

@@ -332,7 +332,7 @@ def compare(options: argparse.Namespace) -> None:
             figures.setdefault(title, shown_there)
     there = {key for row in rows.values() for key in row}
     text = "\n\n".join(
-        report.table(rows, columns=[column for column in columns if column.key in there])
+        str(report.table(rows, columns=[column for column in columns if column.key in there]))
         for columns in (QUALITY, DOUBT, DECISIONS, POSTERIOR)
     )
     print(

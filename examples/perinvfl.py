@@ -304,9 +304,9 @@ def main(argv: list[str] | None = None) -> None:
     tables = [
         f"{clients}, {kind}, {options.rounds} rounds, seed {options.seed}; last round, mean over "
         "clients",
-        report.table({**rows, **known}, columns=COLUMNS),
+        str(report.table({**rows, **known}, columns=COLUMNS)),
         colour_alone(rows, known[COLOUR]),
-        report.table(rows, columns=looks),
+        str(report.table(rows, columns=looks)),
     ]
     text = "\n\n".join(filter(None, tables))
     print(f"{text}\n\ntables are in {options.out}")

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 import bayesfl as bf
+from bayesfl.base.display.sheet import Sheet
 from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import report
 from bayesfl.optim import SGD
@@ -125,13 +126,11 @@ def readings(method: str) -> dict[str, int]:
     return {f"{method}, mean": 0, f"{method}, {DRAWS} draws": DRAWS}
 
 
-def table(rows: Mapping[str, Mapping[str, list[float]]], style: Literal["text", "markdown"]) -> str:
+def table(rows: Mapping[str, Mapping[str, list[float]]]) -> Sheet:
     """Return the table of what was measured; passes, which are counted, by their mean."""
     shown = {name: {**row, "passes": fmean(row["passes"])} for name, row in rows.items()}
     there = {key for row in shown.values() for key in row}
-    return report.table(
-        shown, columns=[column for column in COLUMNS if column.key in there], style=style
-    )
+    return report.table(shown, columns=[column for column in COLUMNS if column.key in there])
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -210,7 +209,7 @@ def write(options: argparse.Namespace, rows: dict[str, Any], seconds: float) -> 
     print(
         f"{options.dataset}, {options.clients} clients, {options.rounds} rounds, participation "
         f"{options.participation}\nlast round, mean over clients; mean ± standard error of "
-        f"{len(options.seeds)} seeds; * best\n\n{table(rows, 'text')}\n\n"
+        f"{len(options.seeds)} seeds; * best\n\n{table(rows)}\n\n"
         f"table, figures and runs are in {options.out}"
     )
     saved = {

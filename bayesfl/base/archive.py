@@ -5,16 +5,21 @@ tensor, whose keys keep their order, with the file's kind, the format and the ve
 and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every tensor in
 the order of names. It is written under a temporary name, flushed and renamed. Nothing is pickled:
 loading executes no code.
+
+An object in a file or a message is its class by name and the options that are not at their
+defaults, see `plain`.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,6 +136,65 @@ def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
     if found != kind:
         raise OtherFileError(f"{str(Path(path))!r} holds a {found}, not a {kind}")
     return said, tensors
+
+
+class UnknownError(TypeError):
+    """An error raised for a value whose class a file or a message cannot hold."""
+
+
+def plain(value: Any, known: Mapping[str, type]) -> Any:
+    """Return a value as JSON can write it; a tuple becomes a list.
+
+    Args:
+        value: A plain value, an object of a known data class, or tuples of these.
+        known: The classes that a reader makes, by name.
+
+    Raises:
+        UnknownError: A value is none of these; the message is its name or that of its class.
+
+    Example:
+        >>> from bayesfl.base.archive import made, plain
+        >>> from bayesfl.optim import SGD
+        >>> plain(SGD(0.1), {"SGD": SGD})
+        {'class': 'SGD', 'options': {'rate': 0.1}}
+        >>> made({"class": "SGD", "options": {"rate": 0.1}}, {"SGD": SGD}) == SGD(0.1)
+        True
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [plain(one, known) for one in value]
+    kind = type(value)
+    if known.get(kind.__name__) is not kind:
+        raise UnknownError(getattr(value, "__qualname__", kind.__qualname__))
+    options = {}
+    for one in fields(value):
+        part = getattr(value, one.name)
+        same = type(part) is type(one.default) and repr(part) == repr(one.default)
+        if one.init and one.compare and not same:
+            options[one.name] = plain(part, known)
+    return {"class": kind.__name__, "options": options}
+
+
+def made(found: Any, known: Mapping[str, type]) -> Any:
+    """Return what `plain` made JSON of.
+
+    Raises:
+        ValueError: There is no such class, or it has other options.
+    """
+    if isinstance(found, list | tuple):
+        return tuple(made(one, known) for one in found)
+    if not isinstance(found, Mapping):
+        return found
+    name, options = found.get("class"), found.get("options")
+    try:
+        given = {key: made(one, known) for key, one in options.items()}  # type: ignore[union-attr]
+        return known[name](**given)  # type: ignore[index]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"there is no {name!r} of these options ({error}); install the same version of bayesfl"
+        ) from error
 
 
 def digest_of_tensor(t: Tensor) -> str:

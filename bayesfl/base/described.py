@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path, PurePath
@@ -47,8 +47,9 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     function alone (of its code, where there is none), its defaults, and what it closes over; not by
     what it reads under global names. Its class counts with its bases, its functions and its values.
     Functions and classes of Python, of installed packages and of bayesfl count by their names. Data
-    classes are described by their fields, modules by their layers, other objects by their class and
-    their attributes. An object with a method `described_as` says itself what it is.
+    classes are described by their fields that are not at their defaults, modules by their layers,
+    other objects by their class and their attributes. An object with a method `described_as` says
+    itself what it is.
     """
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
@@ -106,10 +107,14 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if hasattr(kind, "described_as"):
         return inner(value.described_as())
     if is_dataclass(value):
-        return {
-            "class": inner(kind),
-            **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init},
+        # An option at its default counts for nothing, so that a later one changes no description.
+        parts = {f: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}
+        told = {
+            f.name: part
+            for f, part in parts.items()
+            if f.default is MISSING or part != inner(f.default)
         }
+        return {"class": inner(kind), **told}
     if isinstance(value, nn.Module):
         own = {
             name: {key: part for key, part in vars(layer).items() if key not in _OF_MODULES}
@@ -246,11 +251,15 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
 
 
-def differences(one: object, other: object, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the places where two descriptions differ, with what stands there in each."""
+def differences(
+    one: object, other: object, path: str = "", absent: Any = None
+) -> dict[str, tuple[Any, Any]]:
+    """Return the places where two descriptions differ, with what stands there in each; `absent` at
+    a place that one of them lacks.
+    """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         pairs = [
-            (f"{path}.{key}" if path else key, one.get(key), other.get(key))
+            (f"{path}.{key}" if path else key, one.get(key, absent), other.get(key, absent))
             for key in dict.fromkeys([*one, *other])
         ]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -260,7 +269,9 @@ def differences(one: object, other: object, path: str = "") -> dict[str, tuple[A
     else:
         return {} if one == other else {path: (one, other)}
     return {
-        place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()
+        place: both
+        for inner, a, b in pairs
+        for place, both in differences(a, b, inner, absent).items()
     }
 
 

@@ -90,9 +90,6 @@ class Algorithm:
             and "ids" [C], and the numbers "round", "rounds" and "clients" J.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
-        measured: {name: parts} of further models of a client, which the history of a simulation
-            measures after each round on test data, at the means of these blocks after fine-tuning,
-            in columns such as `name_accuracy`; the names differ from those of its other columns.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of
             the blocks in `parts`.
         draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the
@@ -140,7 +137,6 @@ class Algorithm:
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
-    measured: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     predictor: Predictor | None = None
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
@@ -175,8 +171,7 @@ class Algorithm:
             "_layouts",
             {name: buffers.layout(self.model, block) for name, block in self.blocks.items()},
         )
-        for parts in (self.parts, *self.measured.values()):
-            self.check_parts(parts)
+        self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(
                 f"parts {self.parts} have copies, so a predictor must say how they predict "
@@ -192,7 +187,7 @@ class Algorithm:
 
     def described_as(self) -> dict[str, Any]:
         """Return the description by which a saved run recognises the method, see
-        `bayesfl.base.described`: name and options, or the fields.
+        `bayesfl.base.described`: name and options, or the fields, without those at their defaults.
         """
         if self.made is None:
             name = "composed by hand"
@@ -202,6 +197,7 @@ class Algorithm:
                     f.name: getattr(self, f.name)
                     for f in fields(self)
                     if f.name not in ("model", "made", "watch")
+                    and getattr(self, f.name) is not f.default
                 },
             }
         function = inspect.unwrap(self.made.function)
@@ -210,13 +206,13 @@ class Algorithm:
             if function.__module__.startswith("bayesfl.")
             else described(function)
         )
-        name = whose.pop("name")
-        return {
-            "method": name,
-            "revision": self.made.revision,
-            name: dict(self.made.options),
-            **whose,
+        name, known = whose.pop("name"), inspect.signature(function).parameters
+        options = {
+            key: value
+            for key, value in self.made.options.items()
+            if key not in known or described(value) != described(known[key].default)
         }
+        return {"method": name, "revision": self.made.revision, name: options, **whose}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a method of the library as its function, options and model, and another one as its

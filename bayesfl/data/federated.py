@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesfl.base.described import described
 from bayesfl.base.display.html import preview
+from bayesfl.base.display.sheet import Sheet
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.options import Count, declared, suggests
 from bayesfl.base.random import Purpose, generator
@@ -86,11 +87,14 @@ class FederatedData:
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
 
     def _repr_html_(self) -> str:
+        return preview(self._columns(), repr(self))
+
+    def _columns(self) -> dict[str, Any]:
         columns: dict[str, Any] = {"client": self.client_names} | self.counts
         if (labels := self.label_counts) is not None and self.outputs <= 20:
             names = self.class_names or range(self.outputs)
             columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
-        return preview(columns, repr(self))
+        return columns
 
     def __post_init__(self) -> None:
         ordered("client_names", self.client_names, "pass a list in the order of the clients")
@@ -512,23 +516,5 @@ class FederatedData:
         """Return a table with a row per client: its examples in each split, and in each class of
         the training data if it has at most 20.
         """
-        columns = [["client", *self.client_names]]
-        columns += [[name, *map(str, split.counts)] for name, split in self.splits.items()]
-        if (labels := self.label_counts) is not None and self.outputs <= 20:
-            columns += [
-                [str(name)[:12], *map(str, column)]
-                for name, column in zip(
-                    self.class_names or range(self.outputs), labels.T, strict=True
-                )
-            ]
-        first, *others = (max(map(len, column)) for column in columns)
-        lines = [
-            "  ".join([name.ljust(first), *map(str.rjust, numbers, others)])
-            for name, *numbers in zip(*columns, strict=True)
-        ]
-        return "\n".join(
-            [
-                *lines,
-                f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}",
-            ]
-        )
+        about = f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"
+        return str(Sheet(self._columns(), notes=(about,)))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, conduct, together
@@ -42,7 +43,7 @@ _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
 @dataclass(frozen=True, eq=False)
-class Audit:
+class Audit(Shown):
     """Report coverage and accuracy of each client, label or group, with exact intervals.
 
     Args:
@@ -169,32 +170,25 @@ class Audit:
             if t is not None
         }
 
-    def table(self) -> str:
-        """Return the audit as a text, with what chance alone would show beside it."""
+    def sheet(self) -> Sheet:
+        """Return the audit as a table, with what chance alone would show below it."""
         columns = self.columns()
         shown = {
             name: [_text(name, value) for value in values]
             for name, values in columns.items()
             if not name.endswith(("_low", "_high"))
         }
-        for name in _SHARES:
-            if name in shown:
-                ends = zip(columns[f"{name}_low"], columns[f"{name}_high"], strict=True)
-                shown[name] = [
-                    f"{share}  {low:.2f} to {high:.2f}"
-                    for share, (low, high) in zip(shown[name], ends, strict=True)
-                ]
-        width = {
-            name: max(len(name), *map(len, values)) if values else len(name)
-            for name, values in shown.items()
-        }
-        head = "  ".join(name.ljust(width[name]) for name in shown).rstrip()
-        first, *others = width.values()
-        lines = [
-            "  ".join([unit.ljust(first), *map(str.rjust, cells, others)])
-            for unit, *cells in zip(*shown.values(), strict=True)
-        ]
-        return "\n".join([head, *lines, *self._said()])
+        for name in shown.keys() & {*_SHARES}:
+            ends = zip(columns[f"{name}_low"], columns[f"{name}_high"], strict=True)
+            shown[name] = [
+                f"{share}  {low:.2f} to {high:.2f}"
+                for share, (low, high) in zip(shown[name], ends, strict=True)
+            ]
+        return Sheet(shown, notes=tuple(self._said()))
+
+    def table(self) -> str:
+        """Return the audit as a text, with what chance alone would show below it."""
+        return str(self.sheet())
 
     def _pooled(self, counts: int, rows: int) -> str:
         low, high = clopper_pearson(np.array(counts), np.array(rows), self.delta)

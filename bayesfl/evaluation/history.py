@@ -17,8 +17,6 @@ CALIBRATED = "calibrated"
 """Prefix of columns that measure predictions of test data as steps of calibration change them,
 after a run over a network.
 """
-COLUMNS = ("personal", "validation", "before_pool", "global", "train", CALIBRATED)
-"""First words of the columns of measures that any run may have."""
 
 _MEANT = {
     "test": "personal",
@@ -37,10 +35,9 @@ class History:
     A column's prefix names the models that were measured on the test split: `personal_` each
     client's own predictor after aggregation (and fine-tuning, where the method has it);
     `before_pool_` the models before aggregation, of the clients that trained in this round;
-    `global_` the server's model; `validation_` as `personal_`, on the validation split; others the
-    further models that the method's `measured` names. Without a further word a measure is the mean
-    over clients; `pooled_` means that all clients' examples are measured together.
-    `report.write_csv(path, history)` writes the rows to a file.
+    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a
+    further word a measure is the mean over clients; `pooled_` means that all clients' examples are
+    measured together. `report.write_csv(path, history)` writes the rows to a file.
 
     Args:
         rows: Mappings from column to number.

@@ -18,9 +18,8 @@ import json
 import math
 import os
 import platform
-import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.display.html import Cell
+from bayesfl.base.display.sheet import Sheet
 from bayesfl.base.files import atomic_write
 from bayesfl.base.options import declared
 
@@ -87,18 +88,6 @@ def in_prose(key: str) -> str:
     return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 
 
-def one_line(text: object, style: Literal["text", "markdown"]) -> str:
-    r"""Return a text, such as a method's name, as it is written, for a cell of a table.
-
-    Example:
-        >>> from bayesfl.evaluation.report import one_line
-        >>> print(one_line("a|b", "markdown"), one_line("a|b", "text"))
-        a\|b a|b
-    """
-    told = " ".join(str(text).splitlines())
-    return re.sub(r"[\\`*_<|&~$]|\](?=\()", r"\\\g<0>", told) if style == "markdown" else told
-
-
 def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:
     """Compute the mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
 
@@ -121,9 +110,9 @@ def table(
     rows: Mapping[str, Mapping[str, Sequence[float] | float]],
     *,
     columns: Sequence[str | Column] | None = None,
-    style: Literal["text", "markdown"] = "text",
     corner: str = "method",
-) -> str:
+    marks: Collection[tuple[str, str]] = (),
+) -> Sheet:
     """Return a table of methods by quantities, each cell `mean ± standard error` over seeds.
 
     Args:
@@ -131,12 +120,12 @@ def table(
             seed, which has no error. A quantity that a method lacks is shown as `-`.
         columns: The quantities to show, and how; a plain key is shown as `Column(key)`. None for
             every key, in order of appearance.
-        style: `text` for a terminal, the best marked `*`; `markdown`, the best in bold.
         corner: Title of the column of methods.
+        marks: Methods and keys, whose cells get a dagger in LaTeX.
 
     Returns:
-        Lines without a newline at the end. Methods whose means are printed alike share the mark of
-        the best.
+        What `print` shows as text, the best marked `*`, and `to_markdown` and `to_latex` write, the
+        best in bold. Methods whose means are printed alike share the mark of the best.
 
     Raises:
         ValueError: A column's key is in no row.
@@ -146,60 +135,29 @@ def table(
     unknown = [spec.key for spec in specs if spec.key not in keys]
     if unknown and rows:
         raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
-    names = [one_line(name, style) for name in rows]
-    columns_ = [
-        [corner, *names],
-        *([spec.title or "", *_cells(spec, list(rows.values()), style)] for spec in specs),
-    ]
-    widths = [max(len(cell) for cell in column) for column in columns_]
-    lines = [
-        [
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in zip(*columns_, strict=True)
-    ]
-    if style == "markdown":
-        lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
-    """Return the cells of one column, with numbers aligned at the decimal point and at the
-    sign ±.
-    """
-    scale, digits = spec.scale, spec.digits
-    stats = [
-        mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale)
-        if spec.key in row
-        else None
-        for row in rows
-    ]
-    means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
-    errors = ["" if s is None or math.isnan(s[1]) else f"{s[1]:.{digits}f}" for s in stats]
-    finite = [
-        float(m) for m, s in zip(means, stats, strict=True) if s is not None and math.isfinite(s[0])
-    ]
-    best = (
-        (max if spec.better == "higher" else min)(finite)
-        if spec.better and len(finite) > 1
-        else None
+    return Sheet(
+        {
+            corner: [" ".join(name.splitlines()) for name in rows],
+            **{spec.title or "": _cells(spec, rows, marks) for spec in specs},
+        }
     )
-    width, tail = max(map(len, means), default=0), max(map(len, errors), default=0)
+
+
+def _cells(
+    spec: Column, rows: Mapping[str, Mapping[str, Any]], marks: Collection[tuple[str, str]]
+) -> list[Cell]:
+    """Return the cells of one column."""
     cells = []
-    for s, mean, error in zip(stats, means, errors, strict=True):
-        wins = best is not None and s is not None and math.isfinite(s[0]) and float(mean) == best
-        if style == "markdown":
-            cell = mean + (f" ± {error}" if error else "")
-            cells.append(f"**{cell}**" if wins else cell)
-            continue
-        cell = mean.rjust(width) + (
-            f" ± {error.rjust(tail)}" if error else " " * (tail + 3) if tail else ""
-        )
-        cells.append(cell + ("" if spec.better is None else "*" if wins else " "))
-    return cells
+    for name, row in rows.items():
+        values = np.asarray(row.get(spec.key, ()), dtype=np.float64) * spec.scale
+        mean, error = (f"{one:.{spec.digits}f}" for one in mean_and_error(values))
+        known = (mean, "" if error == "nan" else error) if spec.key in row else ("-", "")
+        cells.append(Cell(float(mean), *known, mark="†" * ((name, spec.key) in marks)))
+    if spec.better is None:
+        return cells
+    finite = [one.value for one in cells if math.isfinite(one.value)]
+    best = (max if spec.better == "higher" else min)(finite) if len(finite) > 1 else None
+    return [one._replace(best=one.value == best) for one in cells]
 
 
 def write_csv(

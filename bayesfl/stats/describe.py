@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bayesfl.base.display.html import frame
+from bayesfl.base.display.sheet import Sheet, Shown, of_frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient
-from bayesfl.evaluation.report import one_line
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, refined, slot
 from bayesfl.stats.survival.groups import group
@@ -208,7 +207,7 @@ def _in_steps(below: Tensor, x: Tensor, step: int) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Description:
+class Description(Shown):
     """Hold a description of the rows of all sites by group, as in a paper's first table; see
     `describe`.
 
@@ -267,30 +266,17 @@ class Description:
         columns = [*map(str, told.columns), "difference"]
         return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return the printed table, with what its numbers mean below it."""
         left = [f"{site} {count}" for site, count in self.dropped.items() if count]
         lines = [
-            self.table().to_string(),
             "mean (sd), median [quartiles] of numbers, to a thousandth of the sd; count (share) of "
             "truth values; the largest standardised difference between two groups",
             *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             str(self.released),
         ]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return frame(self.table())
-
-    def markdown(self) -> str:
-        """Return the printed table in Markdown."""
-        table = self.table()
-        lines = [["", *table.columns], ["---"] * (1 + len(table.columns))]
-        lines += [[name, *cells] for name, cells in zip(table.index, table.to_numpy(), strict=True)]
-        escaped = [[one_line(cell, "markdown") for cell in line] for line in lines]
-        return "\n".join("| " + " | ".join(line) + " |" for line in escaped)
+        return of_frame(self.table(), notes=lines)
 
 
 def _number_told(mean: float, sd: float, middle: float, low: float, high: float) -> str:

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.display.sheet import of_frame
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient, Survey
@@ -178,7 +179,7 @@ class Diagnostics:
         }
         for title, frame in titles.items():
             if frame is not None:
-                lines += [title, frame.to_string(float_format=lambda value: f"{value:.4g}")]
+                lines.append(str(of_frame(frame, title)))
         return "\n".join([*lines, *self.said, str(self.released)])
 
     __repr__ = __str__

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bayesfl.base.display.html import facts, frame, picture, table, text
 from bayesfl.base.display.page import Section, write_page
+from bayesfl.base.display.sheet import Sheet, Shown, of_frame
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
@@ -95,7 +96,7 @@ def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class Refits(ABC):
+class Refits(Shown, ABC):
     """A fit that can be repeated without some of its sites.
 
     A subclass has `interval`, `table` and `_facts`.
@@ -117,9 +118,6 @@ class Refits(ABC):
     left_out: Mapping[str, str]
     released: Released
     refit: Callable[[Sequence[str]], Any]
-
-    def _repr_html_(self) -> str:
-        return frame(self.table(), caption=self.model)
 
     @property
     def questions(self) -> int:
@@ -370,7 +368,8 @@ class Fit(Refits):
             **({} if self.evidence is None else {"log evidence": self.evidence}),
         }
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return the table of parameters, with what it rests on below it."""
         with_events = [
             f"{site} {count:.10g}"
             + (f" ({self.events[site]:g} events)" if site in self.events else "")
@@ -378,8 +377,6 @@ class Fit(Refits):
             for site, count in self.rows.items()
         ]
         lines = [
-            self.model,
-            self.table().to_string(float_format=lambda value: f"{value:.4g}"),
             f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             f"{self.questions} questions; "
@@ -391,9 +388,7 @@ class Fit(Refits):
             *self.said,
             str(self.released),
         ]
-        return "\n".join(lines)
-
-    __repr__ = __str__
+        return of_frame(self.table(), self.model, lines)
 
     def compare(self, other: "Fit") -> str:
         """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
@@ -724,27 +725,22 @@ class Mixed(Refits):
             f"{'restricted ' * self.restricted}log likelihood": self.log_likelihood,
         }
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return the table of parameters, with what it rests on below it."""
         counted = "; ".join(
             f"{site} {count}"
             + (f" ({self.dropped[site]} left out)" if self.dropped.get(site) else "")
             for site, count in self.rows.items()
         )
-        table = self.table().to_string(float_format=lambda value: f"{value:.4g}", na_rep="")
-        return "\n".join(
-            [
-                self.model,
-                table,
-                f"{len(self.rows)} sites, {sum(self.rows.values())} rows: {counted}",
-                *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-                f"{self.effective:.0f} effective draws, k-hat {self.k_hat:.2f}; "
-                f"{self.questions} questions; log evidence {self.evidence:.4f}; "
-                f"{'restricted ' * self.restricted}log likelihood {self.log_likelihood:.4f}",
-                str(self.released),
-            ]
-        )
-
-    __repr__ = __str__
+        lines = [
+            f"{len(self.rows)} sites, {sum(self.rows.values())} rows: {counted}",
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            f"{self.effective:.0f} effective draws, k-hat {self.k_hat:.2f}; "
+            f"{self.questions} questions; log evidence {self.evidence:.4f}; "
+            f"{'restricted ' * self.restricted}log likelihood {self.log_likelihood:.4f}",
+            str(self.released),
+        ]
+        return of_frame(self.table(), self.model, lines)
 
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: `beta` by term, `tau` by effect, correlations

@@ -5,11 +5,9 @@ no code.
 """
 
 import json
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy as np
-
+from bayesfl.base import archive
 from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.formulas import Formula
 from bayesfl.stats.survival.piecewise import Cut
@@ -43,9 +41,9 @@ def written(value: Any) -> str:
         >>> from bayesfl.stats.asking import Sums
         >>> from bayesfl.stats.wire import written
         >>> written(Sums(sites=3, columns=2))
-        '{"class": "Sums", "fields": {"sites": 3, "columns": 2, "family": null}}'
+        '{"class": "Sums", "options": {"sites": 3, "columns": 2}}'
     """
-    return json.dumps(_plain(value))
+    return json.dumps(archive.plain(value, known()))
 
 
 def read(text: str) -> Any:
@@ -56,34 +54,7 @@ def read(text: str) -> Any:
 
     Example:
         >>> from bayesfl.stats.wire import read
-        >>> read('{"class": "Number", "fields": {"column": "age"}}')
+        >>> read('{"class": "Number", "options": {"column": "age"}}')
         Number(column='age')
     """
-    return _made(json.loads(text), known())
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        inner = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.compare}
-        return {"class": type(value).__name__, "fields": inner}
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, np.generic):  # a level out of a data frame
-        return value.item()
-    return value
-
-
-def _made(value: Any, classes: dict[str, type]) -> Any:
-    if isinstance(value, list):
-        return tuple(_made(one, classes) for one in value)
-    if not isinstance(value, dict):
-        return value
-    name, inner = value.get("class"), value.get("fields")
-    if not isinstance(name, str) or name not in classes or not isinstance(inner, dict):
-        raise ValueError(f"there is no question {name!r}; install the same version of bayesfl")
-    try:
-        return classes[name](**{key: _made(one, classes) for key, one in inner.items()})
-    except TypeError as error:
-        raise ValueError(
-            f"{name} has other fields here ({error}); install the same version of bayesfl"
-        ) from error
+    return archive.made(json.loads(text), known())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.base.display.html import Cell, facts, frame, picture, table, text
+from bayesfl.base.display.html import Cell, facts, frame, picture, table
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.history import HEADLINES
@@ -28,7 +28,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     """
     summary = study.summary()
     drawn = picture(plots.study(study).figure, "every method's measure, a dot for each seed")
-    notes = [*study._choices("text"), *study._remarks("text")]
+    notes = study._choices()._repr_html_() + study._remarks()._repr_html_()
     seeds = len({row.seed for row in study.rows})
     means = (
         "<p>Mean ± standard error over seeds, of test data.</p>"
@@ -37,8 +37,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     )
     parts = [
         Section("Methods", means + summary._repr_html_() + drawn),
-        *[Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
-        * bool(notes),
+        *[Section("Options and notes", notes)] * bool(notes),
         *_curves(study),
         *_clients(study),
         Section("Cost of a round", _budgets(study)),

@@ -1,5 +1,7 @@
 """Files that know their digest."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import bayesfl as bf
 from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError
 from bayesfl.data.tables.columns import Columns, Number
@@ -71,3 +74,19 @@ def test_what_is_absent_or_cut_is_named(tmp_path: Path):
     for name in ("cut", "absent"):
         with pytest.raises(CheckpointError, match=f"{name}' is damaged"):
             Merged.load(tmp_path / name)
+
+
+def test_an_object_is_its_class_and_what_is_not_at_its_default():
+    """Inside others, too; what a class has no default for is always named."""
+    known = {"SGD": bf.optim.SGD, "Temperature": bf.calibration.Temperature}
+    for one, options in (
+        (bf.optim.SGD(0.1, weight_decay=0.5), {"rate": 0.1, "weight_decay": 0.5}),
+        (bf.calibration.Temperature(strength=math.inf), {"strength": math.inf}),
+    ):
+        said = json.loads(json.dumps(archive.plain((one, 3), known)))
+        assert said == [{"class": type(one).__name__, "options": options}, 3]
+        assert archive.made(said, known) == (one, 3)
+    with pytest.raises(archive.UnknownError, match="Bias"):
+        archive.plain(bf.calibration.Bias(), known)
+    with pytest.raises(ValueError, match="no 'SGD' of these options"):
+        archive.made({"class": "SGD", "options": {"pace": 1}}, known)

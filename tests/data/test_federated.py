@@ -296,14 +296,14 @@ def test_table_has_a_row_per_client_and_the_hash(data):
         "test",
         "validation",
         "calibration",
-        "0",
-        "1",
-        "2",
+        *("label", "0"),
+        *("label", "1"),
+        *("label", "2"),
     ]
-    assert [sum(map(int, line.split()[-3:])) for line in lines[1:-1]] == [11, 17, 14]
+    assert [sum(map(int, line.split()[-3:])) for line in lines[2:-1]] == [11, 17, 14]
     assert lines[-1].endswith(data.hash[:12])
     assert (
-        "0"
+        "label"
         not in from_arrays(*[arrays()[0], [x[:, 0] for x in arrays()[0]]]).table().splitlines()[0]
     )
 

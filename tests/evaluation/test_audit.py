@@ -99,7 +99,7 @@ def test_the_calibration_error_is_that_of_the_diagrams():
     for u, ax in enumerate(plots.reliability(*of, by="client")):
         number = ax.texts[0].get_text().removeprefix("ECE ").partition(", n = ")[0]
         assert number == f"{found.ece[u]:.3f}"
-        assert found.table().split("\n")[1 + u].split()[-1] == number
+        assert found.table().split("\n")[2 + u].split()[-1] == number
     alone = audited(Counting("group", ("all",), groups=torch.zeros(3, 30).long()), given)
     assert alone.ece[0] == alone.pooled_ece == pytest.approx(found.pooled_ece, abs=1e-12)
     assert "ECE" not in alone.table()

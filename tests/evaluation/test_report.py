@@ -41,7 +41,7 @@ def test_text_table():
         ROWS,
         columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"],
     )
-    assert text.splitlines() == [
+    assert str(text).splitlines() == [
         "method          accuracy              NLL  seconds",
         "--------  --------------  ---------------  -------",
         "FedAvg    0.809 ± 0.002    0.550 ± 0.050*        -",
@@ -55,8 +55,8 @@ def test_markdown_table():
     lines = table(
         ROWS | {"a|b": {"accuracy": [0.5]}},
         columns=[Column("accuracy", better="higher"), "nll"],
-        style="markdown",
-    ).splitlines()
+    )
+    lines = lines.to_markdown().splitlines()
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         "method",
         "accuracy",
@@ -81,8 +81,9 @@ def test_markdown_table():
 )
 def test_a_name_is_one_cell(name: str, markdown: str, text: str):
     """As it is written: no markup, no other cell, no other line."""
-    for style, wanted in (("markdown", markdown), ("text", text)):
-        lines = table({name: {"nll": [1.0]}}, style=style).splitlines()
+    found = table({name: {"nll": [1.0]}})
+    for told, wanted in ((found.to_markdown(), markdown), (str(found), text)):
+        lines = told.splitlines()
         assert len(lines) == 3
         assert wanted in lines[2]
     study = bf.table({name: bf.simulate(*small(), rounds=1, progress=False)})
@@ -96,16 +97,16 @@ def small() -> tuple[bf.Algorithm, bf.data.FederatedData]:
 
 def test_nothing_is_marked_unasked():
     """Neither style marks a column that does not say which end is better, nor a lone method."""
-    assert "*" not in table(ROWS)
-    assert "*" not in table(ROWS, style="markdown")
-    assert "*" not in table({"only": {"nll": [1.0]}}, columns=[Column("nll", better="lower")])
+    assert "*" not in str(table(ROWS))
+    assert "*" not in table(ROWS).to_markdown()
+    assert "*" not in str(table({"only": {"nll": [1.0]}}, columns=[Column("nll", better="lower")]))
 
 
 def test_methods_that_print_alike_are_best_together():
     """A difference that is not shown is not claimed."""
     rows = {"a": {"accuracy": [0.81204]}, "b": {"accuracy": [0.81201]}, "c": {"accuracy": [0.8]}}
     text = table(rows, columns=[Column("accuracy", better="higher")])
-    assert [line.endswith("*") for line in text.splitlines()[2:]] == [True, True, False]
+    assert [line.endswith("*") for line in str(text).splitlines()[2:]] == [True, True, False]
 
 
 def test_which_values_are_best():
@@ -128,11 +129,10 @@ def test_columns():
         ("personal_macro_f1", "personal macro F1"),
     ):
         assert (Column(key).title, Column(key).scale, Column(key).digits) == (title, 1, 3)
-    assert "0.02" in table({"a": {"ece": 0.016}}, columns=[Column("ece", digits=2)])
-    assert "1500 ± 100" in table(
-        {"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)]
-    )
-    assert table(ROWS).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
+    assert "0.02" in str(table({"a": {"ece": 0.016}}, columns=[Column("ece", digits=2)]))
+    scaled = table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
+    assert "1500 ± 100" in str(scaled)
+    assert str(table(ROWS)).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
     with pytest.raises(ValueError, match=r"\['auroc'\] .*\['accuracy', 'nll', 'seconds'\]"):
         table(ROWS, columns=["auroc"])
 

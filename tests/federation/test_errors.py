@@ -1,11 +1,14 @@
 """What a run that diverges says, and what it gives back."""
 
+from dataclasses import replace
+
 import pytest
 from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once, Repeat, phase_in_words
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from tests.cases import SIZES
 from tests.federation.made import same
@@ -57,3 +60,43 @@ def test_divergence_names_the_blocks():
         "Repeat on a, b",
         "Once",
     ]
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
+def test_whatever_ends_a_run_carries_it(clients, model, tmp_path, monkeypatch, ending):
+    """Ctrl-C within a round, whose private rows are restored, and a disk that is full at a
+    checkpoint.
+    """
+    method = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    options: dict = {"seed": 1, "progress": False}
+
+    def full(result, path):
+        if result.round == 2:
+            raise OSError("no space left")
+
+    def interrupted(server, ids, uplink):
+        if uplink["round"] == 2:
+            raise KeyboardInterrupt
+        return {}
+
+    if ending is OSError:
+        monkeypatch.setattr(Result, "save_round", full)
+        options |= {"checkpoint": tmp_path / "run", "every": 1}
+    else:
+        method = replace(method, combine=interrupted)
+    with pytest.raises(ending) as caught:
+        bf.simulate(method, clients, rounds=4, **options)
+    kept = bf.simulate(method, clients, rounds=2, seed=1, progress=False)
+    assert caught.value.result.round == len(caught.value.result.history) == 2
+    assert same(caught.value.result, kept)
+
+
+def test_every_round_is_logged(clients, model, caplog):
+    """A line at INFO, with what was measured."""
+    caplog.set_level("INFO", "bayesfl")
+    method = bf.algorithms.fedavg(model, epochs=1)
+    result = bf.simulate(method, clients, rounds=2, evaluate_every=2, progress=False)
+    first, last = [one.message for one in caplog.records if one.message.startswith("round ")]
+    assert first.startswith("round 1 of 2: cohort 7, seconds ")
+    assert last.endswith(f"personal_accuracy {result.history[-1]['personal_accuracy']:.4g}")
+    assert "accuracy" not in first

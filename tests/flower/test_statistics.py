@@ -263,7 +263,7 @@ def test_a_question_that_this_version_does_not_know(tmp_path: Path):
     """Nothing but the library's own is made of what arrives."""
     grid = grid_of(tmp_path)
     state, digest = records.pack({})
-    for survey in ('{"class": "Popen", "fields": {"args": "true"}}', "no text"):
+    for survey in ('{"class": "Popen", "options": {"args": "true"}}', "no text"):
         settings = {"protocol": PROTOCOL, "survey": survey, "digest": digest, "place": 0}
         content = RecordDict({"config": ConfigRecord(settings), "state": state})
         message = Message(content, dst_node_id=100, message_type="query.survey")

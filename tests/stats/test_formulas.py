@@ -248,7 +248,7 @@ def test_a_formula_that_arrived_is_never_evaluated():
     (term,) = formula("ill ~ age * cp").terms
     arrived = wire.read(wire.written((term,)))
     assert arrived == (term,)
-    sent = '{"class": "Formula", "fields": {"text": "{open(1)}", "variables": [], "columns": []}}'
+    sent = '{"class": "Formula", "options": {"text": "{open(1)}", "variables": [], "columns": []}}'
     for one in (*arrived, wire.read(sent)):
         with pytest.raises(ValueError, match="arrived from another machine, and runs no code"):
             one.values(two()["north"], "north")

@@ -94,10 +94,13 @@ def test_every_question_of_the_library_is_known():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"class": "Path", "fields": {}}', "no question 'Path'"),
-        ('{"class": ["Sums"], "fields": {}}', "no question"),
-        ('{"class": "Sums", "fields": {"sites": 1, "columns": 1, "run": "true"}}', "other fields"),
-        ('{"fields": {}}', "no question None"),
+        ('{"class": "Path", "options": {}}', "no 'Path' of these options"),
+        ('{"class": ["Sums"], "options": {}}', "no \\['Sums'\\] of these"),
+        (
+            '{"class": "Sums", "options": {"sites": 1, "columns": 1, "run": "true"}}',
+            "unexpected keyword argument",
+        ),
+        ('{"options": {}}', "no None of these options"),
         ("print(1)", "Expecting value"),
     ],
 )

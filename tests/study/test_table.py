@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from bayesfl.calibration import Temperature
+from scipy import stats
 from torch import nn
 
 import bayesfl as bf
@@ -182,3 +183,41 @@ def test_runs_of_other_networks_methods_or_clients_are_no_seeds_of_one(clients: 
         assert len(bf.table({"A": [first, other]}).methods) == 2
     (alone,) = bf.table({"A": [first, ran(of(4), 1)]}).methods
     assert alone == "A"
+
+
+def made(runs: dict[str, list[float]]) -> Table:
+    """A table of runs whose last losses and accuracies are given, a seed each."""
+    clients, model = federation(), bf.models.mlp(8, outputs=3)
+    method = bf.algorithms.fedavg(model, epochs=1)
+    results: dict[str, list[Result]] = {}
+    for name, losses in runs.items():
+        for seed, loss in enumerate(losses):
+            result = run(method, clients, rounds=1, seed=seed, evaluate_every=1)
+            result.history[-1].update(personal_nll=loss, personal_accuracy=1 - loss)
+            results.setdefault(name, []).append(result)
+    return bf.table(results)
+
+
+def test_a_table_of_a_paper():
+    """The best mean in bold; a dagger behind what a paired t test does not tell from it: the same
+    means and errors are told apart where seeds move together, and are not where they do not.
+    """
+    table = made({"a_1": [0.1, 0.2, 0.3], "with": [0.2, 0.3, 0.41], "against": [0.41, 0.3, 0.2]})
+    lines = table.to_latex(["personal_nll", "personal_accuracy"]).splitlines()
+    assert lines[:3] == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"method & personal NLL & personal accuracy \\",
+    ]
+    best = r"\textbf{0.200 $\pm$ 0.058}"
+    assert lines[4] == rf"a\_1 & {best} & \textbf{{0.800 $\pm$ 0.058}} \\"
+    assert lines[5] == r"with & 0.303 $\pm$ 0.061 & 0.697 $\pm$ 0.061 \\"
+    dagger = r"$\pm$ 0.061$\dagger$"
+    assert lines[6] == rf"against & 0.303 {dagger} & 0.697 {dagger} \\"
+    for place, apart in (("with", True), ("against", False)):
+        found = table.differences("a_1", ["personal_nll"])[place]["personal_nll"]
+        assert (abs(found.mean) > stats.t.ppf(0.975, 2) * found.error) == apart
+    assert lines[-1].startswith(r"Best means in bold. $\dagger$ Not told apart")
+    alone = made({"one": [0.1], "other": [0.2]}).to_latex()
+    assert "dagger" not in alone
+    assert r"\textbf{0.100}" in alone

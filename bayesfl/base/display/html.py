@@ -23,32 +23,48 @@ class Cell(NamedTuple):
 
     Args:
         value: The number by which it is sorted.
-        shown: The text that is shown, as `0.971 ± 0.002`.
+        shown: The text that is shown, as `0.971`.
+        error: That of its error, as `0.002`; empty for none.
+        best: Whether it is the best of its column; None where none is marked.
+        mark: What a paper puts behind it.
     """
 
     value: float
     shown: str
+    error: str = ""
+    best: bool | None = None
+    mark: str = ""
+
+    @property
+    def told(self) -> str:
+        """Return it with its error, as `0.971 ± 0.002`."""
+        return self.shown + (f" ± {self.error}" if self.error else "")
 
 
 def text(value: Any) -> str:
-    """Return a value as escaped text: numbers in three decimals, or three digits where those say
-    nothing; NaN and None as a dash.
+    """Return a value as escaped text, see `told`."""
+    return html.escape(told(value))
 
-    >>> from bayesfl.base.display.html import text
-    >>> text(0.12345), text(1e-5), text(20_000), text("<a>")
-    ('0.123', '1e-05', '20,000', '&lt;a&gt;')
+
+def told(value: Any) -> str:
+    """Return a value as text: numbers in three decimals, or three digits where those say nothing;
+    NaN and None as a dash.
+
+    >>> from bayesfl.base.display.html import told
+    >>> told(0.12345), told(1e-5), told(20_000), told("<a>")
+    ('0.123', '1e-05', '20,000', '<a>')
     """
     if isinstance(value, Cell):
-        return html.escape(value.shown)
+        return value.told
     if value is None or (_number(value) and math.isnan(value)):
         return "–"
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return f"{value:,}"
     if _number(value):
         size = abs(float(value))
-        told = f"{value:.3f}" if size == 0 or 1e-3 <= size < 1e4 else f"{value:.3g}"
-        return told.replace("-", "\N{MINUS SIGN}", told.startswith("-"))
-    return html.escape(str(value))
+        found = f"{value:.3f}" if size == 0 or 1e-3 <= size < 1e4 else f"{value:.3g}"
+        return found.replace("-", "\N{MINUS SIGN}", found.startswith("-"))
+    return str(value)
 
 
 def table(
@@ -102,8 +118,8 @@ def table(
             return f"<td>{text(one)}</td>"
         number = one.value if isinstance(one, Cell) else math.nan if one is None else float(one)
         shade = f' style="--share: {number / most:.3f}"' if title in shaded and inside else ""
-        told = str(number).replace("inf", "Infinity")  # JavaScript's word
-        return f'<td class="number" data-value="{told}"{shade}>{text(one)}</td>'
+        known = str(number).replace("inf", "Infinity")  # JavaScript's word
+        return f'<td class="number" data-value="{known}"{shade}>{text(one)}</td>'
 
     rows = [
         "".join(

@@ -179,7 +179,7 @@ def described_served(steps: Sequence[Fitted], transform: Change | None) -> dict[
         "steps": [
             {
                 "step": type(one.step).__name__,
-                "options": described(one.step),
+                "options": described(vars(one.step)),
                 **{
                     name: described(t[0].tolist() if name in one.own else t.tolist())
                     for name, t in (*one.own.items(), *one.state.items())

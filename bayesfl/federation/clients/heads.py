@@ -87,7 +87,6 @@ def with_heads(method: Method) -> Algorithm:
         combine=lambda server, ids, uplink: {},
         finetune=(),
         adapt=(Once(_settle, data=True, batched=False),),
-        measured={},
         predictor=LinearisedBelief(HEAD, width=WIDTH),
         draws=0,
         watch=None,

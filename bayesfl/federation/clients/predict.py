@@ -71,39 +71,6 @@ def personal(
     return [collector.predictions() for collector in collectors]
 
 
-def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[str, Predictions]:
-    """Predict with the further models that the method's `measured` names, each at the means of its
-    blocks.
-
-    Args:
-        local: The clients' local work; the fine-tuning phases run first, on a copy of each view.
-        state: The federation's state.
-        split: The split to predict.
-        crew: The threads that compute.
-    """
-    algorithm = local.algorithm
-    if not algorithm.measured:
-        return {}
-
-    def work(ids: np.ndarray) -> dict[str, Predicted]:
-        done = state.finetuned(local, ids)
-        return {
-            name: (
-                done.ids,
-                _of_views(local.engine, algorithm, parts, done.views, split, done.ids, {}),
-            )
-            for name, parts in algorithm.measured.items()
-        }
-
-    collectors = {
-        name: Collector(split, local.names, algorithm.likelihood) for name in algorithm.measured
-    }
-    for found in crew.over(local.chunked(), work):
-        for name, (ids, part) in found.items():
-            collectors[name].add(ids, part)
-    return {name: collector.predictions() for name, collector in collectors.items()}
-
-
 def of_chunk(
     local: Local,
     done: Done,

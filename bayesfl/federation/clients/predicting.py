@@ -3,12 +3,12 @@ the network alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
 from bayesfl import likelihoods
+from bayesfl.base.archive import UnknownError, made, plain
 from bayesfl.base.protocols import Predictor
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
@@ -33,10 +33,6 @@ _KNOWN: dict[str, type] = {
 }
 
 
-class _UnknownError(Exception):
-    """A value that a file cannot hold."""
-
-
 def predicting(algorithm: Algorithm) -> dict[str, Any]:
     """Return how a method predicts, JSON-able; or, where a function or a class of the user's has
     part in it, this alone under "needs".
@@ -45,8 +41,8 @@ def predicting(algorithm: Algorithm) -> dict[str, Any]:
         return {
             "blocks": {
                 name: {
-                    "pattern": _written(block.pattern),
-                    "posterior": _written(block.posterior),
+                    "pattern": plain(block.pattern, _KNOWN),
+                    "posterior": plain(block.posterior, _KNOWN),
                     "keep": block.keep,
                     "sent": block.pool is not None,
                     "copies": block.copies,
@@ -55,27 +51,27 @@ def predicting(algorithm: Algorithm) -> dict[str, Any]:
                 if not isinstance(block, Buffers)
             },
             "parts": list(algorithm.parts),
-            "likelihood": _written(algorithm.likelihood),
-            "predictor": _written(algorithm.predictor),
+            "likelihood": plain(algorithm.likelihood, _KNOWN),
+            "predictor": plain(algorithm.predictor, _KNOWN),
             "draws": algorithm.draws,
             "private": list(algorithm.private),
         }
-    except _UnknownError as error:
+    except UnknownError as error:
         return {"needs": str(error)}
 
 
 def rule_of(found: Mapping[str, Any]) -> Predictor | None:
     """Return the predictor that `predicting` says; None where there is none, or it is not said."""
-    return _read(found.get("predictor"))
+    return made(found.get("predictor"), _KNOWN)
 
 
 def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:
     """Return a method that predicts as `predicting` says, and trains nothing."""
     blocks = {}
     for name, one in found["blocks"].items():
-        posterior = _read(one["posterior"])
+        posterior = made(one["posterior"], _KNOWN)
         blocks[name] = Block(
-            _read(one["pattern"]),
+            made(one["pattern"], _KNOWN),
             posterior=posterior,
             # A belief that draws needs a prior, which nothing reads where nothing is trained.
             prior=Normal(centre=server_mean(name), variance=inverse_size(1.0)),
@@ -89,28 +85,8 @@ def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:
         blocks,
         (),
         parts=tuple(found["parts"]),
-        likelihood=_read(found["likelihood"]),
-        predictor=_read(found["predictor"]),
+        likelihood=made(found["likelihood"], _KNOWN),
+        predictor=made(found["predictor"], _KNOWN),
         draws=found["draws"],
         private=dict.fromkeys(found["private"], 0.0),
     )
-
-
-def _written(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, tuple | list):
-        return [_written(one) for one in value]
-    if type(value) is not _KNOWN.get(type(value).__name__):
-        raise _UnknownError(getattr(value, "__qualname__", type(value).__qualname__))
-    options = {of.name: _written(getattr(value, of.name)) for of in fields(value) if of.init}
-    return {"class": type(value).__name__, "options": options}
-
-
-def _read(found: Any) -> Any:
-    if isinstance(found, list):
-        return tuple(map(_read, found))
-    if isinstance(found, Mapping):
-        options = {name: _read(one) for name, one in found["options"].items()}
-        return _KNOWN[found["class"]](**options)
-    return found

@@ -38,6 +38,8 @@ ATTEMPTS = 3
 """Number of attempts at a round before the run stops for lack of clients."""
 
 
+NORM_FLOOR = 1.0
+"""A distance from what the server sent that is always allowed."""
 ENOUGH_REPLIES = 3
 """Least number of replies from which a round's own median tells how far clients usually go."""
 
@@ -160,7 +162,6 @@ class Admission:
             data, beside which weights would not be seen. The limit of clients with more data than
             the median client is multiplied by their `shares`. The same multiple bounds the entries
             that a method reports. None for no such check.
-        norm_floor: A distance that is always allowed, >= 0.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=4)
@@ -176,7 +177,6 @@ class Admission:
     min_clients: Count = 1
     below_minimum: Literal["skip", "repeat"] = "skip"
     max_norm: Annotated[float | None, Range(1, math.inf, "]")] = 100.0
-    norm_floor: Annotated[float, Range(0, math.inf, "[]")] = 1.0
 
     def check(self, cohort: int) -> None:
         """Check that a cohort of at most `cohort` clients can make a round.
@@ -211,7 +211,7 @@ class Admission:
         if self.max_norm is None or not (enough or len(earlier)):
             return np.inf
         return max(
-            self.norm_floor,
+            NORM_FLOOR,
             self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))),
         )
 
@@ -220,7 +220,7 @@ class Admission:
         no limit.
 
         The server has sent nothing to which a report could be compared. The usual size counts as at
-        least `norm_floor`, since a report, such as a loss, may be near 0 for most clients.
+        least `NORM_FLOOR`, since a report, such as a loss, may be near 0 for most clients.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.
@@ -229,7 +229,7 @@ class Admission:
         """
         if self.max_norm is None or len(sizes) < ENOUGH_REPLIES:
             return np.inf
-        return self.max_norm * max(self.norm_floor, usual(sizes, share))
+        return self.max_norm * max(NORM_FLOOR, usual(sizes, share))
 
 
 def check_cohort(drawn: int, round: int, least: int) -> None:

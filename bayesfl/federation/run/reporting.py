@@ -2,6 +2,7 @@
 client, and what was sent.
 """
 
+import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -136,6 +137,15 @@ def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
     ]
 
 
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the defaults of a method of the library; a file holds other options alone."""
+    from bayesfl.algorithms import PAPERS
+
+    known = inspect.signature(PAPERS[name][0]).parameters if name in PAPERS else {}
+    options = {key: one.default for key, one in known.items() if one.default is not one.empty}
+    return described(options)
+
+
 def _settings(found: Mapping[str, Any]) -> str:
     settings: Settings = found["settings"]
     steps = _steps(found)
@@ -153,9 +163,10 @@ def _settings(found: Mapping[str, Any]) -> str:
     }
     if "seconds" in history.columns:
         run["time"] = f"{np.nansum(history['seconds']):.1f} s"
-    parts = {f"Method: {algorithm['method']}": algorithm.get(algorithm["method"], {})}
+    name = algorithm["method"]
+    parts = {f"Method: {name}": _defaults(name) | algorithm.get(name, {})}
     for one in steps:
-        parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
+        parts[f"Calibration: {type(one.step).__name__}"] = described(vars(one.step))
     shown = facts(run)
     for title, of in parts.items():
         told = {name.replace("_", " "): _words(of[name]) for name in of if name != "class"}

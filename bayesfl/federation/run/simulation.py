@@ -2,6 +2,7 @@
 the server's update.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +23,14 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.history import COLUMNS, PREFIXES, History
+from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
 from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
 from bayesfl.federation.clients import predict, tuning
-from bayesfl.federation.clients.after import Here, Known, answered, answers_of
+from bayesfl.federation.clients.after import Here, answered, answers_of
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.federation.errors import DivergenceError, FailedRound
+from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.rounds.admission import Admission, attempts
 from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
@@ -50,6 +51,10 @@ from bayesfl.federation.settings import (
 )
 from bayesfl.federation.store import files
 
+log = logging.getLogger(__name__)
+
+LOGGED = ("cohort", "seconds", "train_nll")
+"""Columns of the history that the log has of every round."""
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
 UNCALIBRATED = (
@@ -148,8 +153,8 @@ def simulate(
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: The run to resume is damaged, or was made with another method or on other
             data; or that to start from is damaged, or of another network.
-        DivergenceError: Training is no longer finite; the error carries the result up to the last
-            finite round.
+        DivergenceError: Training is no longer finite. As every error in a round, Ctrl-C and a full
+            disk at a checkpoint too, it carries the run up to the last whole round: `error.result`.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
 
     Example:
@@ -262,11 +267,6 @@ def _refuse_contradictions(
         raise ValueError(
             "start begins from what another run has released, which the epsilon of ClientPrivacy "
             "would not count; use resume="
-        )
-    if taken := sorted({*algorithm.measured} & {*COLUMNS}):
-        raise ValueError(
-            f"the method's `measured` has {taken}, names of columns that a history has of its own; "
-            "choose others"
         )
     admission.check(settings.largest(clients.clients))
     if settings.evaluate_every is not None and "test" not in clients.splits:
@@ -469,26 +469,42 @@ class _Simulation:
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
         hidden = None if self.progress is None else not self.progress
         span = {"total": settings.rounds, "initial": result.round}
-        with progress_bar(**span, unit="round", disable=hidden) as bar:
-            while result.round < settings.rounds and not stopped:
-                evaluates = settings.evaluates(result.round)
-                result, before = self._round(result, local, crew, evaluates)
-                if evaluates:
-                    result = self._evaluate(result, before, local, crew)
-                    bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
-                if self.checkpoint is not None and (
-                    result.round % self.every == 0 or result.round == settings.rounds
-                ):
-                    result.save_round(self.checkpoint)
-                bar.update()
-                stopped = ended(self.callbacks, result)
-        if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:
-            # Ended between evaluations.
-            result = self._evaluate(result, None, local, crew)
-            ended(self.callbacks, result)  # once more, with the measures
-        if stopped and self.checkpoint is not None:
-            result.save_round(self.checkpoint)
+        try:
+            with progress_bar(**span, unit="round", disable=hidden) as bar:
+                while result.round < settings.rounds and not stopped:
+                    evaluates = settings.evaluates(result.round)
+                    result, before = self._round(result, local, crew, evaluates)
+                    if evaluates:
+                        result = self._evaluate(result, before, local, crew)
+                        shown = {measure: f"{result.history[-1][measure]:.3f}"}
+                        bar.set_postfix(shown, refresh=False)
+                    self._log(result, measure)
+                    if self.checkpoint is not None and (
+                        result.round % self.every == 0 or result.round == settings.rounds
+                    ):
+                        result.save_round(self.checkpoint)
+                    bar.update()
+                    stopped = ended(self.callbacks, result)
+            if (
+                stopped
+                and settings.evaluate_every is not None
+                and measure not in result.history[-1]
+            ):
+                # Ended between evaluations.
+                result = self._evaluate(result, None, local, crew)
+                ended(self.callbacks, result)  # once more, with the measures
+            if stopped and self.checkpoint is not None:
+                result.save_round(self.checkpoint)
+        except BaseException as error:
+            # Whatever ends a run, Ctrl-C and a full disk too, carries it after its last round.
+            error.result = result  # type: ignore[attr-defined]
+            raise
         return result
+
+    def _log(self, result: Result, measure: str) -> None:
+        row = result.history[-1]
+        said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
+        log.info("round %d of %d: %s", result.round, result.settings.rounds, ", ".join(said))
 
     def _round(
         self, result: Result, local: Local, crew: Crew, evaluates: bool
@@ -507,11 +523,7 @@ class _Simulation:
             )
             return server, row, absent, transport.before
 
-        try:
-            tried = attempts(self.rules.admission, once)
-        except DivergenceError as error:
-            error.result = result
-            raise
+        tried = attempts(self.rules.admission, once)
         if isinstance(tried, FailedRound):
             server = result.server
             row = {"round": result.round + 1, "cohort": 0, **tried.row}
@@ -526,36 +538,21 @@ class _Simulation:
         self, result: Result, before: Collector | None, local: Local, crew: Crew
     ) -> Result:
         """Add the measures of the models to the last row of the history, and return the run with
-        what was fitted for them; an error carries the run as its `result`.
+        what was fitted for them.
         """
-        history = result.history
-        try:
-            if before is not None and not before.empty:
-                self._note(history, "before_pool", before.predictions(), self.data.test)
-            known = self._measure(history, local, result.state, crew)
-        except Exception as error:
-            # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
-            # of whatever class carries the run, as a DivergenceError does.
-            error.result = result  # type: ignore[attr-defined]
-            raise
-        return replace(result, after=answers_of(known, result.algorithm))
-
-    def _measure(self, history: History, local: Local, state: State, crew: Crew) -> Known:
-        """Add the measures of the models after aggregation, and return what clients were asked for
-        them.
-        """
+        history, state = result.history, result.state
+        if before is not None and not before.empty:
+            self._note(history, "before_pool", before.predictions(), self.data.test)
         here = Here(local, state, self.data, crew, self.aggregation)
         known = answered(local.algorithm, state.server, {}, here)
         splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
         predicted = predict.personal(local, state, list(splits.values()), crew, known=known)
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
             self._note(history, PREFIXES[name], predictions, split)
-        for name, predictions in predict.further(local, state, self.data.test, crew).items():
-            self._note(history, name, predictions, self.data.test)
         shared = predict.shared(local, state, self.data.test)
         if shared is not None:
             self._note(history, "global", shared, self.data.test)
-        return known
+        return replace(result, after=answers_of(known, result.algorithm))
 
     def _note(
         self, history: History, prefix: str, predictions: Predictions, split: ClientData

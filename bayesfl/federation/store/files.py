@@ -13,7 +13,6 @@ code.
 """
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import archive
-from bayesfl.base.archive import CheckpointError, OtherFileError
+from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
 from bayesfl.base.described import anonymous
 from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.trees import flatten, nest
@@ -93,22 +92,18 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A step is none of bayesfl's.
     """
-    if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
+    try:
+        return [archive.plain(step, STEPS) for step in steps]
+    except UnknownError as error:
         raise ValueError(
-            f"the step {other[0]} cannot be saved, as its code would be needed to read it; "
-            f"bayesfl's are {list(STEPS)}"
-        )
-    described = []
-    for step in steps:
-        fields: Any = asdict(step)  # pyright: ignore[reportArgumentType] (bayesfl's are dataclasses)
-        options = json.loads(json.dumps(fields, default=lambda number: number.item()))
-        described.append({"step": type(step).__name__, "options": options})
-    return described
+            f"the step {error} cannot be saved, as its code would be needed to read it; bayesfl's "
+            f"are {list(STEPS)}"
+        ) from error
 
 
-def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+def read_steps(found: Any) -> tuple[Step, ...]:
     """Return the steps that a file describes, without what they have learnt."""
-    return tuple(STEPS[one["step"]](**one["options"]) for one in found)
+    return archive.made(found, STEPS)
 
 
 def _write_after(after: Sequence[Answer | Fitted]) -> dict[str, Any]:
@@ -119,7 +114,7 @@ def _written(one: Answer | Fitted) -> dict[str, Any]:
     if isinstance(one, Answer):
         return one._asdict() | {"state": dict(one.state)}
     said = {**vars(one), "state": dict(one.state), "own": dict(one.own)}
-    return {**said, **described_steps([one.step])[0]}
+    return {**said, "step": described_steps([one.step])[0]}
 
 
 def _read_after(found: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -135,7 +130,7 @@ def _as_fitted(one: Mapping[str, Any]) -> Answer | Fitted:
     }
     if "step" not in one:
         return Answer(one["name"], kept["state"], one["reading"])
-    return Fitted(read_steps([one])[0], **kept, reading=one["reading"])
+    return Fitted(read_steps([one["step"]])[0], **kept, reading=one["reading"])
 
 
 def _write_history(history: History) -> dict[str, Any]:

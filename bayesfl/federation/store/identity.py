@@ -5,10 +5,8 @@ A method of the library is its name, its revision and its options; one that was 
 changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.described`.
 """
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
@@ -115,65 +113,13 @@ def method_differences(
     name = now["method"]
     if made_with.get("method") != name:
         return {"method": (made_with.get("method"), name)}
-    now = _as_known(algorithm, now, made_with)
     saved, given = (
         {part: of.get(part) for part in ("revision", "source", "drawing", name)}
         for of in (made_with, now)
     )
-    return differences(saved, given) | network_differences(made_with, algorithm)
-
-
-def _as_known(thing: Any, now: Any, then: Any) -> Any:
-    """Return a description without options that a saved one does not name and that are at their
-    defaults, which made no difference.
-
-    An option of a method, or a field of a data class, may have come later.
-
-    Args:
-        thing: What is described.
-        now: Its description.
-        then: The saved description.
-    """
-    if isinstance(thing, Algorithm) and isinstance(then, Mapping):
-        name, made = now["method"], thing.made
-        defaults = (
-            {}
-            if made is None
-            else {
-                key: one.default for key, one in inspect.signature(made.function).parameters.items()
-            }
-        )
-        return {
-            **now,
-            name: _without(
-                vars(thing) if made is None else made.options, defaults, now[name], then.get(name)
-            ),
-        }
-    if (
-        isinstance(thing, list | tuple)
-        and isinstance(now, list)
-        and isinstance(then, list)
-        and len(thing) == len(now) == len(then)
-    ):
-        return [_as_known(*parts) for parts in zip(thing, now, then, strict=True)]
-    if isinstance(thing, Mapping) and isinstance(now, Mapping):
-        return _without(thing, {}, now, then)
-    if is_dataclass(thing) and not isinstance(thing, type) and isinstance(now, Mapping):
-        return _without(vars(thing), {f.name: f.default for f in fields(thing)}, now, then)
-    return now
-
-
-def _without(
-    parts: Mapping[str, Any], defaults: Mapping[str, Any], now: Mapping[str, Any], then: Any
-) -> Any:
-    if not isinstance(then, Mapping):
-        return now
-    kept = {
-        key: one
-        for key, one in now.items()
-        if key in then or key not in defaults or one != described(defaults[key])
-    }
-    return {key: _as_known(parts.get(key), one, then.get(key)) for key, one in kept.items()}
+    return differences(saved, given, absent="its default") | network_differences(
+        made_with, algorithm
+    )
 
 
 def network_differences(

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from bayesfl.base.display.html import frame
+from bayesfl.base.display.sheet import Sheet, Shown, of_frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
@@ -67,7 +67,7 @@ class Counts(OfTimes):
 
 
 @dataclass(frozen=True, repr=False)
-class KaplanMeier:
+class KaplanMeier(Shown):
     """Hold survival curves by Kaplan and Meier with their errors; `print` shows medians, and
     `bf.plots.kaplan_meier` draws them.
 
@@ -181,22 +181,16 @@ class KaplanMeier:
         """Return the first time at which each curve is 0.5 or below, [G]."""
         return torch.where(curve <= 0.5 + 1e-12, self.times, torch.inf).amin(1)
 
-    def __str__(self) -> str:
+    def sheet(self) -> Sheet:
+        """Return the medians, with what they rest on below them."""
         dropped = sum(self.dropped.values())
         lines = [
-            f"Kaplan-Meier, {self.told}",
-            self.median().to_string(float_format=lambda value: f"{value:.4g}"),
             f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
             + (f", {dropped} left out" if dropped else ""),
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             str(self.released),
         ]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return frame(self.median(), caption=f"Kaplan-Meier, {self.told}")
+        return of_frame(self.median(), f"Kaplan-Meier, {self.told}", lines)
 
 
 def _survival(at_risk: Tensor, events: Tensor) -> Tensor:

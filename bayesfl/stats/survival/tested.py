@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bayesfl.base.display.sheet import Sheet, Shown, of_frame
 from bayesfl.stats.asking import Released
 
 
 @dataclass(frozen=True, repr=False)
-class Tested:
+class Tested(Shown):
     """Hold the result of a test by sums over sites; `print` shows it.
 
     Args:
@@ -40,16 +41,11 @@ class Tested:
     said: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, "
-                f"p {self.p:.4g}",
-                self.table.to_string(float_format=lambda value: f"{value:.4g}"),
-                *self.said,
-                *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-                str(self.released),
-            ]
+    def sheet(self) -> Sheet:
+        """Return the test and its table, with what to know of it below."""
+        head = (
+            f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, p "
+            f"{self.p:.4g}"
         )
-
-    __repr__ = __str__
+        left = [f"left out: {site}, {why}" for site, why in self.left_out.items()]
+        return of_frame(self.table, head, [*self.said, *left, str(self.released)])

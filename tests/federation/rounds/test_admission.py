@@ -73,12 +73,12 @@ def test_how_far_is_too_far():
     """A hundred medians of a round of three or more, else of earlier rounds; the floor is always
     allowed; without either, anything.
     """
-    rules = Admission("skip", max_norm=10.0, norm_floor=0.5)
+    rules = Admission("skip", max_norm=10.0)
     for norms, earlier, limit in (
         ([1.0, 2.0, 9.0], [100.0], 20.0),
         ([1.0, 2.0], [3.0, 4.0, 7.0], 40.0),
         ([1.0, 2.0], [], np.inf),
-        ([0.001, 0.002, 0.003], [], 0.5),
+        ([0.001, 0.002, 0.003], [], 1.0),
     ):
         assert rules.limit(norms, [1.0] * len(norms), earlier) == limit
     assert Admission("skip", max_norm=None).limit([1.0, 2.0, 3.0], [1.0] * 3, []) == np.inf

@@ -37,15 +37,16 @@ def opened(
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"init_scale": 0.5}, r"pfedvem\.init_scale: saved 1\.0, given 0\.5"),
-        ({"scale_update": "after"}, r"pfedvem\.scale_update: saved before, given after"),
+        ({"init_scale": 0.5}, r"pfedvem\.init_scale: saved its default, given 0\.5"),
+        ({"scale_update": "after"}, r"pfedvem\.scale_update: saved its default, given after"),
         (
             {"head_optimiser": SGD(1e-3)},
-            r"pfedvem\.head_optimiser\.momentum: saved 0\.9, given 0\.0",
+            r"pfedvem\.head_optimiser: saved its default, given \{.*'rate': 0\.001\}",
         ),
         (
             {"draws": 3, "beta": 0.5},
-            r"pfedvem\.draws: saved 5, given 3; pfedvem\.beta: saved 0\.0, given 0\.5",
+            r"pfedvem\.draws: saved its default, given 3; "
+            r"pfedvem\.beta: saved its default, given 0\.5",
         ),
     ],
 )

@@ -287,19 +287,3 @@ def test_threads_that_draw_meanwhile_get_no_model_refused(clients: FederatedData
         stop.set()
     assert {one.result().round for one in done} == {1}
     assert all(one.exception() is None for one in drawing)
-
-
-def test_further_models_are_measured(model: nn.Module, clients: FederatedData):
-    """Of a method that names the model received, which all clients have in common, as the server's;
-    of the client's own, as its predictions. Names of other columns are refused.
-    """
-    ditto = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    method = replace(ditto, measured={"received": ("w",), "own": ("v",)})
-    history = run(method, clients, evaluate_every=1).history
-    for name, same in (("received", "global"), ("own", "personal")):
-        for measure in ("accuracy", "nll", "pooled_ece"):
-            found, wanted = history[f"{name}_{measure}"], history[f"{same}_{measure}"]
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
-    assert (history["received_nll"] != history["own_nll"]).all()
-    with pytest.raises(ValueError, match=r"`measured` has \['global'\]"):
-        run(replace(ditto, measured={"global": ("w",)}), clients)
