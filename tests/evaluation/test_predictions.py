@@ -8,9 +8,9 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.data import ClientData
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import (
     MEASURES,
-    Collector,
     Predictions,
     by_client,
     measures_of,
@@ -24,26 +24,6 @@ def split(*counts: int) -> ClientData:
     return ClientData(
         torch.zeros(rows, 2), torch.arange(rows) % 3, torch.arange(rows), np.array(counts)
     )
-
-
-def test_chunks_are_put_together():
-    """In any order and under any padding; a client that was never added has no rows."""
-    collector = Collector(split(2, 3, 1, 2))
-    assert collector.empty
-    first, second = torch.rand(2, 4, 3), torch.rand(1, 2, 3)
-    collector.add(np.array([3, 1]), {"probs": first, "epistemic": first[..., 0]})
-    collector.add(np.array([0]), {"probs": second, "epistemic": second[..., 0]})
-    assert not collector.empty
-    found = collector.predictions()
-    assert found.mask.tolist() == [
-        [True, True, False],
-        [True, True, True],
-        [False] * 3,
-        [True, True, False],
-    ]
-    assert torch.equal(found.probs[found.mask], torch.cat([second[0], first[1, :3], first[0, :2]]))
-    assert bool(found.probs[~found.mask].isnan().all())
-    assert torch.equal(found.epistemic[found.mask], found.probs[found.mask][:, 0])
 
 
 def test_a_client_alone_has_no_padding():
@@ -119,7 +99,7 @@ def test_measures_are_of_the_split_that_was_predicted():
         np.array([0, 1]),
         {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]},
     )
-    found = collector.predictions()
+    found = collector.parts().predictions
     assert found.summary(own)["nll"] == pytest.approx(math.log(3))
     assert "labels" not in repr(found)
     relabelled = ClientData(own.x, own.y.flip(0), own.index, own.counts)
@@ -147,25 +127,9 @@ def test_targets_may_have_another_precision():
     collector.add(
         np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]}
     )
-    assert collector.predictions().summary(own)["rmse"] == pytest.approx(
+    assert collector.parts().predictions.summary(own)["rmse"] == pytest.approx(
         (0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2
     )
-
-
-def test_predictions_that_are_not_finite_name_a_client():
-    """Measures are NaN then, and nothing else would say which example did it; padding counts
-    nothing.
-    """
-    collector = Collector(split(2, 3), ("Bern", "Chur"))
-    probs = torch.full((2, 3, 3), 1 / 3)
-    probs[1, 2, 0], probs[0, 2] = math.nan, math.nan
-    collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
-    with pytest.warns(
-        UserWarning,
-        match=r"predictions for 1 examples are not finite, the first that of row 2 of client "
-        r"'Chur'",
-    ):
-        collector.predictions()
 
 
 def test_each_label_is_measured_as_an_example():

@@ -18,8 +18,9 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.predictions import Collector, Predictions
-from bayesfl.federation.clients.local import Done, Local, State
+from bayesfl.evaluation.collecting import NUMBERS, Collector, alike
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation.clients.local import Done, Local, State, read_rows
 from bayesfl.models.remedies import explained
 
 Predicted: TypeAlias = tuple[np.ndarray, Tensors]
@@ -38,7 +39,7 @@ def personal(
     *,
     draws: int | None = None,
     value: float | None = None,
-) -> list[Predictions]:
+) -> list[Collector]:
     """Predict with every client's own model, on several splits of its data.
 
     Args:
@@ -65,10 +66,10 @@ def personal(
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)
-    return [collector.predictions() for collector in collectors]
+    return collectors
 
 
-def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[str, Predictions]:
+def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[str, Collector]:
     """Predict with the further models that the method's `measured` names, each at the means of its
     blocks.
 
@@ -82,13 +83,10 @@ def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[s
     if not algorithm.measured:
         return {}
 
-    def work(ids: np.ndarray) -> dict[str, Predicted]:
+    def work(ids: np.ndarray) -> dict[str, list[Predicted]]:
         done = local.finetuned(ids, state.received(algorithm, ids), state.round)
         return {
-            name: (
-                done.ids,
-                _of_views(local.engine, algorithm, parts, done.views, split, done.ids, {}),
-            )
+            name: _by_size(local, parts, done, split, {})
             for name, parts in algorithm.measured.items()
         }
 
@@ -96,9 +94,10 @@ def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[s
         name: Collector(split, local.names, algorithm.likelihood) for name in algorithm.measured
     }
     for found in crew.over(local.chunked(), work):
-        for name, (ids, part) in found.items():
-            collectors[name].add(ids, part)
-    return {name: collector.predictions() for name, collector in collectors.items()}
+        for name, parts in found.items():
+            for ids, part in parts:
+                collectors[name].add(ids, part)
+    return collectors
 
 
 def of_chunk(
@@ -128,11 +127,7 @@ def of_chunk(
     number = algorithm.draws if draws is None else draws
     if algorithm.predictor is None:
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
-        everything = algorithm, algorithm.parts, done.views
-        return [
-            [(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))]
-            for split in splits
-        ]
+        return [_by_size(local, algorithm.parts, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
     for row, fitted in fitted_of(local, done):
         client = int(row[0])
@@ -225,6 +220,22 @@ def _noise(
     return out
 
 
+def _by_size(
+    local: Local, parts: tuple[str, ...], done: Done, split: ClientData, noise: dict[str, Tensor]
+) -> list[Predicted]:
+    """Predict for a chunk of clients from their views, those with similar numbers of rows together,
+    so that the longest of them makes none of the others long.
+    """
+    groups, found = alike(split.counts[done.ids], most=NUMBERS), []
+    for places in groups:
+        views, own = (
+            (done.views, noise) if len(groups) == 1 else read_rows((done.views, noise), places)
+        )
+        ids = done.ids[places]
+        found.append((ids, _of_views(local.engine, local.algorithm, parts, views, split, ids, own)))
+    return found
+
+
 def _of_views(
     engine: Engine,
     algorithm: Algorithm,
@@ -314,7 +325,7 @@ def of_fitted(
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
-def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
+def shared(local: Local, state: State, split: ClientData) -> Collector | None:
     """Predict with the mean of the server's model on every client's split; None where the server
     holds no whole model.
 
@@ -331,7 +342,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
         collector.add(
             np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()}
         )
-    return collector.predictions()
+    return collector
 
 
 def common_view(algorithm: Algorithm, server: Server) -> View | None:

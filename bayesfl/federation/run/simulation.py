@@ -22,9 +22,10 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.history import COLUMNS, PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
-from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
+from bayesfl.evaluation.predictions import measures_of
 from bayesfl.federation.clients import pooling, predict, tuning
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
@@ -530,7 +531,7 @@ class _Simulation:
         history = result.history
         try:
             if before is not None and not before.empty:
-                self._note(history, "before_pool", before.predictions(), self.data.test)
+                self._note(history, "before_pool", before, self.data.test)
             self._measure(history, local, result.state, crew)
         except Exception as error:
             # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
@@ -553,14 +554,17 @@ class _Simulation:
         if shared is not None:
             self._note(history, "global", shared, self.data.test)
 
-    def _note(
-        self, history: History, prefix: str, predictions: Predictions, split: ClientData
-    ) -> None:
+    def _note(self, history: History, prefix: str, predicted: Collector, split: ClientData) -> None:
         """Add the library's measures of some predictions, and the user's."""
-        found = predictions.summary(split)
-        own = measured(self.measures, predictions, split, found)
+        parts = predicted.parts()
+        known = parts.measured()
+        found, own = known.summary(), {name: np.zeros(split.clients) for name in self.measures}
+        for part in parts:
+            each = measured(self.measures, part.predictions, split, found, part.ids)
+            for name, values in each.items():
+                own[name][part.ids] = values
         found |= means(own)
         history[-1].update({f"{prefix}_{name}": value for name, value in found.items()})
         if self.recorded:
-            each = by_client(predictions, split) | own
+            each = known.table() | own
             history.record({f"{prefix}_{name}": each[name] for name in self.recorded})
