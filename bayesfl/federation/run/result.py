@@ -677,7 +677,7 @@ class Result:
                 if predicted
                 else new.local_predictions(novel.train, steps=steps)[0]
             )
-            predicted |= dict.fromkeys(missing, surveying.without_rows(like))
+            predicted |= dict.fromkeys(missing, Parts([surveying.without_rows(like)]))
         return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:
