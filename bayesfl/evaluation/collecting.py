@@ -98,6 +98,7 @@ def alike(counts: np.ndarray, *, most: int) -> list[np.ndarray]:
         most: Number of rows of a group, padding included; a client that has more stands alone.
 
     Example:
+        >>> import numpy as np
         >>> from bayesfl.evaluation.collecting import alike
         >>> [ids.tolist() for ids in alike(np.array([9000, 10, 20, 30]), most=10**6)]
         [[0, 3], [1, 2]]
