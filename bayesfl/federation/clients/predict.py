@@ -15,6 +15,7 @@ from bayesfl.base.inputs import Inputs, call, count, each
 from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import Mixture
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
@@ -39,6 +40,7 @@ def personal(
     *,
     draws: int | None = None,
     value: float | None = None,
+    ids: np.ndarray | None = None,
 ) -> list[Collector]:
     """Predict with every client's own model, on several splits of its data.
 
@@ -51,6 +53,7 @@ def personal(
         draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the
             method's paper (or the closed form, where its predictor has one).
         value: The number that the method's predictor tunes; None for the predictor's default.
+        ids: The clients that predict; None for all.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -62,7 +65,7 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
     collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
-    for found in crew.over(local.chunked(), work):
+    for found in crew.over(local.chunked(ids), work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)
@@ -125,7 +128,10 @@ def of_chunk(
     """
     algorithm = local.algorithm
     number = algorithm.draws if draws is None else draws
-    if algorithm.predictor is None:
+    rule = algorithm.predictor
+    means = isinstance(rule, Mixture) and (rule.each is None or draws == 0)
+    if rule is None or means:
+        number = 0 if means else number
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         return [_by_size(local, algorithm.parts, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
@@ -254,7 +260,13 @@ def _of_views(
     for x in _inputs(split, ids):
         with explained(x):
             outputs = engine.outputs(algorithm, parts, views, x, noise)
-        piece = algorithm.likelihood.predictive(outputs)
+        if (copies := algorithm.copies(parts)) is None:
+            piece = algorithm.likelihood.predictive(outputs)
+        else:
+            assert isinstance(algorithm.predictor, Mixture)
+            each = algorithm.likelihood.predictive(outputs.flatten(0, 1).unsqueeze(1))
+            of_copies = {name: t.unflatten(0, (-1, copies)) for name, t in each.items()}
+            piece = algorithm.predictor.mixed(of_copies, views)
         if not noise:
             piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
         pieces.append(piece)
