@@ -5,6 +5,7 @@ the server's update.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from bayesfl.base.described import described
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
+from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -58,7 +60,7 @@ UNCALIBRATED = (
 )
 
 
-@declared(idle={("evaluate_every", None): ("record_clients",)})
+@declared(idle={("evaluate_every", None): ("record_clients", "evaluate_clients")})
 def simulate(
     algorithm: Method,
     clients: Federation,
@@ -69,6 +71,7 @@ def simulate(
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     evaluate_every: int | None = 1,
+    evaluate_clients: Count | None = None,
     engine: Annotated[
         Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")
     ] = None,
@@ -106,6 +109,9 @@ def simulate(
         evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a
             callback ends the run (but for `before_pool_` columns, which only a planned evaluation
             has). None: never.
+        evaluate_clients: Number of clients that evaluations measure: a sample that the seed draws,
+            the same in every round, also where a run goes on; others have NaN in
+            `history.clients`. None for all.
         engine: How the run is computed. It changes only speed and rounding, and under
             `ClientPrivacy` the noise. None for `Engine()`.
         device: The device that computes.
@@ -217,6 +223,7 @@ def simulate(
         run = _Simulation(
             rules,
             clients.to(device, dtype),
+            _sample(clients.clients, evaluate_clients, seed),
             faults,
             on_round,
             measures,
@@ -228,6 +235,13 @@ def simulate(
         with result.engine.crew(device) as crew:
             result = run.rounds(result, crew)
         return finished(on_round, result)
+
+
+def _sample(clients: int, size: int | None, seed: int) -> np.ndarray:
+    """Return which clients evaluations measure, ascending."""
+    if size is None or size >= clients:
+        return np.arange(clients)
+    return np.sort(generator(seed, Purpose.EVALUATION).choice(clients, size, replace=False))
 
 
 def _refuse_contradictions(
@@ -442,6 +456,7 @@ class _Simulation:
     Args:
         rules: The rules of the rounds.
         data: The clients' data, on the run's device and in its precision.
+        sample: The clients that evaluations measure, ascending.
         faults: As in `simulate`.
         callbacks: As in `simulate`.
         measures: As in `simulate`.
@@ -453,6 +468,7 @@ class _Simulation:
 
     rules: Rules
     data: FederatedData
+    sample: np.ndarray
     faults: FaultPlan | None
     callbacks: Sequence[Callback]
     measures: Mapping[str, Measure]
@@ -460,6 +476,17 @@ class _Simulation:
     checkpoint: str | os.PathLike[str] | None
     every: int
     progress: bool | None
+
+    @cached_property
+    def measured(self) -> FederatedData:
+        """Return the data in which the clients outside the sample have training rows alone."""
+        if len(self.sample) == self.data.clients:
+            return self.data
+        splits = {
+            name: split if name == "train" else split.only(self.sample)
+            for name, split in self.data.splits.items()
+        }
+        return replace(self.data, splits=splits)
 
     def rounds(self, result: Result, crew: Crew) -> Result:
         """Return the run after its remaining rounds, or after that with which a callback
@@ -500,7 +527,7 @@ class _Simulation:
         """
         # Before aggregation, a part that training does not change would predict as no one has
         # trained it.
-        test = self.data.test if evaluates and touched(result.algorithm) else None
+        test = self.measured.test if evaluates and touched(result.algorithm) else None
 
         def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], Collector | None]:
             transport = OneMachine(local, result.state, crew, test, self.faults)
@@ -531,7 +558,7 @@ class _Simulation:
         history = result.history
         try:
             if before is not None and not before.empty:
-                self._note(history, "before_pool", before, self.data.test)
+                self._note(history, "before_pool", before, self.measured.test)
             self._measure(history, local, result.state, crew)
         except Exception as error:
             # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
@@ -543,16 +570,19 @@ class _Simulation:
         """Add the measures of the models after aggregation."""
         found = pooling.asked(local.algorithm, state.server, self.data)
         local = replace(local, told=pooling.told(found))
-        value = tuning.tune(local, state, self.data, crew)
-        splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
-        predicted = predict.personal(local, state, list(splits.values()), crew, value=value)
+        data = self.measured
+        value = tuning.tune(local, state, data, crew)
+        splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
+        predicted = predict.personal(
+            local, state, list(splits.values()), crew, value=value, ids=self.sample
+        )
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
             self._note(history, PREFIXES[name], predictions, split)
-        for name, predictions in predict.further(local, state, self.data.test, crew).items():
-            self._note(history, name, predictions, self.data.test)
-        shared = predict.shared(local, state, self.data.test)
+        for name, predictions in predict.further(local, state, data.test, crew).items():
+            self._note(history, name, predictions, data.test)
+        shared = predict.shared(local, state, data.test)
         if shared is not None:
-            self._note(history, "global", shared, self.data.test)
+            self._note(history, "global", shared, data.test)
 
     def _note(self, history: History, prefix: str, predicted: Collector, split: ClientData) -> None:
         """Add the library's measures of some predictions, and the user's."""
