@@ -199,7 +199,7 @@ class Predictions:
             ValueError: The predictions are of another split, with other numbers of examples or
                 other labels, or of one client alone.
         """
-        return self._of_split(split).measured().summary()
+        return self.of_split(split).measured().summary()
 
     def named_sets(self) -> list[Any]:
         """Return the conformal sets as the names of their classes, or their numbers where classes
@@ -288,7 +288,7 @@ class Predictions:
             }
         return measures
 
-    def _of_split(self, split: ClientData) -> "Predictions":
+    def of_split(self, split: ClientData) -> "Predictions":
         """Return the predictions with the labels or targets of a split.
 
         Raises:
@@ -359,20 +359,6 @@ def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
     if likelihood.task == "classification":
         return MEASURES["classes"]
     return MEASURES["intervals" if hasattr(likelihood, "level") else "numbers"]
-
-
-def by_client(predictions: Predictions, split: ClientData) -> dict[str, np.ndarray]:
-    """Return every measure that `Predictions.summary` averages, of every client, [J] each, after
-    its name and its number of examples.
-
-    Args:
-        predictions: Predictions of all clients.
-        split: The split that was predicted.
-
-    Raises:
-        ValueError: As by `Predictions.summary`.
-    """
-    return predictions._of_split(split).measured().table(predictions.names)
 
 
 def of_client(predictions: Predictions, j: int) -> Predictions:

@@ -12,7 +12,6 @@ from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import (
     MEASURES,
     Predictions,
-    by_client,
     measures_of,
 )
 from bayesfl.likelihoods import Categorical, Gaussian, Poisson, Quantiles
@@ -140,7 +139,7 @@ def test_each_label_is_measured_as_an_example():
     data = ClientData(torch.zeros(5, 2), y, torch.arange(5), np.array([3, 2]))
     mask = torch.tensor([[True, True, True], [True, True, False]])
     found = Predictions(mask, probs[..., 0], probs=probs, names=("Bern", "Chur"))
-    table = by_client(found, data)
+    table = found.of_split(data).measured().table()
     assert table["examples"].tolist() == [10, 8]
     right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
     assert table["accuracy"].tolist() == pytest.approx(
@@ -166,7 +165,7 @@ def test_numbers_are_measured_under_the_likelihood():
         nll = -float(wanted.log_prob(y).mean())
         assert found.summary(data)["nll"] == pytest.approx(nll, abs=1e-6)
         assert found.client(0).likelihood is likelihood
-        assert by_client(found, data)["client"].tolist() == [0]
+        assert found.of_split(data).measured().table()["client"].tolist() == [0]
     ends = Predictions(
         mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5)
     )
@@ -187,7 +186,7 @@ def test_the_measures_of_clients_are_known_beforehand():
         found = Predictions(mask, epistemic, likelihood=likelihood, **tensors)
         labels = torch.arange(4) if kind == "classes" else torch.arange(4.0)
         data = ClientData(torch.zeros(4, 2), labels % 3, torch.arange(4), np.array([2, 2]))
-        columns = by_client(found, data)
+        columns = found.of_split(data).measured().table()
         assert tuple(columns) == ("client", "examples", *MEASURES[kind])
         assert measures_of(likelihood) == MEASURES[kind]
         assert columns["examples"].tolist() == [2, 0]
