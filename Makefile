@@ -53,6 +53,7 @@ examples: $(VENV)/.plain
 smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10
 	$(BIN)/python benchmarks/memory.py --quick
+	$(BIN)/python benchmarks/scale.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick --rates
 	$(BIN)/python benchmarks/curvature.py --quick --threads 1 --rows diagonal factor predict lenet_diagonal

@@ -323,6 +323,12 @@ def options_of(owner: Any) -> dict[str, Option]:
     return {name: Option.of(hint) for name, hint in hints.items() if name not in ("return", "_")}
 
 
+@functools.cache
+def signature_of(owner: Any) -> inspect.Signature:
+    """Return the signature of a function or of a class, which is read once."""
+    return inspect.signature(owner)
+
+
 @overload
 def declared(function: C, /) -> C: ...
 @overload
@@ -401,7 +407,7 @@ def arguments(
         TypeError: As by `Option`, or there is no such option.
         ValueError: As by `Option`; or an option is given that another leaves without effect.
     """
-    signature, declared_as = inspect.signature(function), options_of(function)
+    signature, declared_as = signature_of(function), options_of(function)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
@@ -452,7 +458,7 @@ def _declared_class(cls: C, idle: Idle) -> C:
                 if (own := option(name, found)) is not found:  # a number of Python's own
                     object.__setattr__(self, name, own)
         if idle:
-            _refuse_idle(vars(self), inspect.signature(cls), idle)
+            _refuse_idle(vars(self), signature_of(cls), idle)
         if after is not None:
             after(self)
 

@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     FORWARD = 13
     SURVEY = 14
     EPOCHS = 15
+    EVALUATION = 16
 
 
 class Stage(IntEnum):

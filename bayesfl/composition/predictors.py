@@ -577,6 +577,12 @@ class Mixture:
         each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
         return _Mixed(algorithm, view[self.weights], views, lambda: each)
 
+    def mixed(self, found: Tensors, view: View) -> Tensors:
+        """Return the predictions of clients [C, N, ...] by those of their copies at the means,
+        [C, M, N, ...].
+        """
+        return _mixed({name: t.movedim(1, -1) for name, t in found.items()}, view[self.weights])
+
     def _views(self, algorithm: "Algorithm", view: View) -> dict[int, View]:
         """Return, for each copy of weight > 0, the view of a client that has it alone, with its
         share of the client's n examples.
@@ -639,19 +645,28 @@ class _Mixed:
         else:
             found = [one(x, value=value, noise=noise) for one in self.each.values()]
         stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
-        mean = {name: t @ self._pi for name, t in stacked.items()}
-        if "aleatoric" in mean:
-            return mean | {
-                "epistemic": (
-                    torch.special.entr(mean["probs"]).sum(-1) - mean["aleatoric"]
-                ).clamp_min(0)
-            }
-        if "probs" in mean:
-            return mean
-        spread = (stacked["mean"] - mean["mean"].unsqueeze(-1)).square() @ self._pi
-        if "variance" in mean:
-            mean["variance"] = mean["variance"] + spread
-        return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
+        return _mixed(stacked, self._pi)
+
+
+def _mixed(stacked: Tensors, pi: Tensor) -> Tensors:
+    """Return the prediction of a mixture by those of its copies, [..., M], and their weights pi
+    [M], or [C, M] of several clients; copies of weight 0 take no part.
+    """
+
+    def weighed(t: Tensor) -> Tensor:
+        shares = pi.reshape(*pi.shape[:-1], *[1] * (t.dim() - pi.dim()), -1)
+        return torch.where(shares > 0, t * shares, 0.0).sum(-1)
+
+    mean = {name: weighed(t) for name, t in stacked.items()}
+    if "aleatoric" in mean:
+        entropy = torch.special.entr(mean["probs"]).sum(-1)
+        return mean | {"epistemic": (entropy - mean["aleatoric"]).clamp_min(0)}
+    if "probs" in mean:
+        return mean
+    spread = weighed((stacked["mean"] - mean["mean"].unsqueeze(-1)).square())
+    if "variance" in mean:
+        mean["variance"] = mean["variance"] + spread
+    return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,8 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from functools import lru_cache
+from time import monotonic
 from typing import Any, TypeAlias
 
 import torch
@@ -167,6 +169,12 @@ def available_memory(like: Tensor) -> int:
     """Return the bytes of free memory on the device of `like`."""
     if like.is_cuda:
         return torch.cuda.mem_get_info(like.device)[0]
+    return _free(int(monotonic()))
+
+
+@lru_cache(maxsize=1)
+def _free(second: int) -> int:
+    """Return the bytes of free memory of the machine, which are read once a second."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(

@@ -322,6 +322,14 @@ class ClientData:
         index = torch.cat([self.rows(j) for j in chosen]) if chosen else self.index[:0]
         return replace(self, index=index, counts=self.counts[chosen])
 
+    def only(self, ids: np.ndarray) -> "ClientData":
+        """Return a split in which the clients `ids`, ascending, have their examples, and all others
+        none.
+        """
+        counts = np.zeros_like(self.counts)
+        counts[ids] = self.counts[ids]
+        return replace(self, index=torch.cat([self.rows(j) for j in ids.tolist()]), counts=counts)
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "ClientData":

@@ -143,7 +143,7 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        large = live.has_convolutions(model) if device.type == "cuda" else layers.heavy(module, x)
+        steps, some = model, x
         if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(
@@ -151,7 +151,11 @@ class Engine:
                 for block in moving
                 for name in algorithm.layout(block).names
             ):
-                large = live.has_convolutions(model.head)  # the body runs once
+                # The body runs once, so that a step computes no more than one on a usual batch.
+                steps, some = model.head, each(lambda t: t[: layers.USUAL], x)
+        large = (
+            live.has_convolutions(steps) if device.type == "cuda" else layers.heavy(module, some)
+        )
         if not large and layers.supported(module, x):
             return "layers"
         return "vmap" if device.type == "cuda" and vmap.can_batch(model) else "live"

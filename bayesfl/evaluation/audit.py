@@ -10,17 +10,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import NotNegative, conduct, together
+from bayesfl.base.surveys import Ask, NotNegative, answers, conduct, together
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics.reliability import bin_of, error_in_bins
 from bayesfl.evaluation.predictions import per_place
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts, parts_of
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
@@ -242,14 +243,32 @@ class Counting:
         by: What the units are.
         units: Their names.
         split: The split that is predicted.
-        groups: The unit of every row, [J, N], for clients in their order; -1 of rows without one.
-            None of clients and labels.
+        groups: The unit of every row of each client, [n_j], for clients in their order; -1 of rows
+            without one. None of clients and labels.
     """
 
     by: Unit
     units: tuple[str, ...]
     split: str = "test"
-    groups: Tensor | None = None
+    groups: Sequence[Tensor] | None = None
+
+    def openly(self, local: LocalPredictions | Parts) -> Ask:
+        """Return how the question is put to clients that are all here, whose answers nobody has to
+        hide: where each client is a unit, none answers for the others.
+        """
+        if self.by != "client":
+            return together(self, local)
+        alone = Parts(replace(one, ids=np.zeros_like(one.ids)) for one in parts_of(local))
+        of_one = replace(self, units=self.units[:1])
+
+        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            found = answers(of_one, state, alone, of_one.shapes(state))
+            order = torch.from_numpy(np.argsort(local.ids, kind="stable"))
+            return {
+                name: t[order].squeeze(1) if shapes[name] else t.sum(0) for name, t in found.items()
+            }
+
+        return ask
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return whether classes are predicted.
@@ -344,8 +363,8 @@ class Counting:
         if self.by == "client":
             return torch.from_numpy(local.ids)[:, None].expand(mask.shape).long()
         assert self.groups is not None
-        own = self.groups[torch.from_numpy(local.ids)]
-        return own.repeat_interleave(mask.shape[1] // own.shape[1], 1)
+        own = pad_sequence([self.groups[j] for j in local.ids.tolist()], True, -1)
+        return own.repeat_interleave(mask.shape[1] // max(1, own.shape[1]), 1)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the sums over clients."""
@@ -396,7 +415,7 @@ class Counting:
 
 @declared
 def audit(
-    local: LocalPredictions,
+    local: LocalPredictions | Parts,
     outputs: Outputs,
     *,
     names: Sequence[str],
@@ -408,16 +427,12 @@ def audit(
     Args:
         local: The predictions of a split, and whose they are.
         outputs: What is predicted.
-        names: The clients' names, [J].
+        names: The clients' names, [J], in the order of their numbers.
         delta: Probability with which any of a column's intervals may miss, in (0, 1).
     """
-    survey, local, given = (
-        Counting("client", tuple(names)),
-        replace(local, ids=np.arange(len(local.ids))),
-        local.predictions,
-    )
+    survey, given = Counting("client", tuple(names)), parts_of(local)[0].predictions
     return survey.audit(
-        conduct(survey, together(survey, local), outputs),
+        conduct(survey, survey.openly(local), outputs),
         level=given.promise,
         risk=given.risk,
         delta=delta,
@@ -497,9 +512,9 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
 
 def grouped(
     groups: Sequence[Sequence[object]], counts: np.ndarray
-) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of groups in their order, and the place of every row's, [J, N], -1 where a
-    client has no such row.
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return the names of groups in their order, and for each client the place of every row's,
+    [n_j], -1 for no group.
 
     Args:
         groups: For each client the group of every row, text, numbers or truth values; None or NaN
@@ -525,12 +540,8 @@ def grouped(
         texts.append([_text_of(one) for one in values.tolist()])
     names = in_order({one for own in texts for one in own if one is not None})
     known = {name: place for place, name in enumerate(names)}
-    places = torch.full((len(counts), int(counts.max(initial=0))), -1, dtype=torch.int64)
-    for j, own in enumerate(texts):
-        places[j, : len(own)] = torch.tensor(
-            [-1 if one is None else known[one] for one in own], dtype=torch.int64
-        )
-    return names, places
+    places = [[-1 if one is None else known[one] for one in own] for own in texts]
+    return names, [torch.tensor(own, dtype=torch.int64) for own in places]
 
 
 def _text_of(group: Any) -> str | None:

@@ -43,14 +43,16 @@ def measured(
     predictions: Predictions,
     split: ClientData,
     taken: Collection[str] = (),
+    ids: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Compute the measures of every client, [J] each in float64; NaN for a client without rows.
+    """Compute the measures of clients, [C] each in float64; NaN for a client without rows.
 
     Args:
         measures: The measures by name.
-        predictions: Predictions of all clients.
+        predictions: Predictions of the clients.
         split: The split that was predicted.
         taken: Names that other measures have.
+        ids: The clients' numbers, [C]; None for all.
 
     Raises:
         ValueError: A name is taken.
@@ -58,13 +60,15 @@ def measured(
     clash = sorted(measures.keys() & set(taken))
     if clash:
         raise ValueError(f"measures {clash} have names that the library's own have; choose others")
+    known = np.arange(split.clients) if ids is None else ids
     out: dict[str, np.ndarray] = {}
     for name, measure in measures.items():
         out[name] = np.full(len(predictions.mask), np.nan)
-        for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
+        for place in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
+            j = int(known[place])
             try:
-                out[name][j] = float(
-                    measure(of_client(predictions, j), split.y[split.rows(j)].cpu())
+                out[name][place] = float(
+                    measure(of_client(predictions, place), split.y[split.rows(j)].cpu())
                 )
             except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")

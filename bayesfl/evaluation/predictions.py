@@ -1,6 +1,5 @@
 """Predictive distributions of many clients, and their measures."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import Tensor
 from bayesfl.base.display.html import preview
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
-from bayesfl.base.warning import warn
 from bayesfl.data import ClientData
 from bayesfl.data.outline import known_names, place
-from bayesfl.evaluation import metrics
+from bayesfl.evaluation.metrics.intervals import measured_intervals
+from bayesfl.evaluation.metrics.measured import Measured, share
+from bayesfl.evaluation.metrics.regression import measured_numbers
+from bayesfl.evaluation.metrics.summaries import measured_classes
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Predictions:
             if self.probs is not None and self.labels is not None:
                 probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
                 top = probs.max(-1)
-                columns["accuracy"] = _share(top.indices == labels, mask).numpy()
-                columns["mean confidence"] = _share(top.values, mask).numpy()
+                columns["accuracy"] = share(top.indices == labels, mask).numpy()
+                columns["mean confidence"] = share(top.values, mask).numpy()
             return preview(columns, repr(self))
         if self.probs is None:
             found = [("mean", self.mean), ("lower", self.lower), ("upper", self.upper)]
@@ -198,12 +199,7 @@ class Predictions:
             ValueError: The predictions are of another split, with other numbers of examples or
                 other labels, or of one client alone.
         """
-        kind, given, options = self._measured(split)
-        found = _SUMMARIES[kind](*given, **options)
-        for name, (values, among) in self._promised(split).items():
-            found[name] = float(_share(values, among).nanmean())
-            found[f"pooled_{name}"] = float(_share(values.flatten(), among.flatten()))
-        return found
+        return self.of_split(split).measured().summary()
 
     def named_sets(self) -> list[Any]:
         """Return the conformal sets as the names of their classes, or their numbers where classes
@@ -272,11 +268,10 @@ class Predictions:
         held = sets.gather(-1, labels.masked_fill(~mask, 0).unsqueeze(-1)).squeeze(-1)
         return held & mask, sets.sum(-1).double(), mask
 
-    def _promised(self, split: ClientData) -> dict[str, tuple[Tensor, Tensor]]:
+    def _promised(self, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the measures of conformal sets, intervals and answers, of every example, [J, M],
         and which examples count, [J, M] bool.
         """
-        labels = split.padded_labels()[0][:, : self.mask.shape[1]].cpu()
         measures = {}
         if self.level is not None and (found := self.promised(labels)) is not None:
             held, size, mask = found
@@ -293,8 +288,8 @@ class Predictions:
             }
         return measures
 
-    def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
-        """Return which measures apply, what they are computed of, and their options.
+    def of_split(self, split: ClientData) -> "Predictions":
+        """Return the predictions with the labels or targets of a split.
 
         Raises:
             ValueError: The predictions are not of this split.
@@ -306,23 +301,35 @@ class Predictions:
                 f"that was predicted, of {int(self.mask.sum())} examples, or has other labels: "
                 "pass that, as in result.predict(clients.test).summary(clients.test)"
             )
-        labels = labels[:, : self.mask.shape[1]]
+        return replace(self, labels=labels[:, : self.mask.shape[1]])
+
+    def measured(self) -> Measured:
+        """Compute every measure of every client that applies, by the labels that are known."""
+        assert self.labels is not None  # of a split
+        labels = self.labels
         if self.probs is not None:
-            return "classes", per_place(self.probs, labels.long(), self.mask), {}
-        if self.variance is None and self.lower is not None:
-            level = self.level or (
+            found = measured_classes(*per_place(self.probs, labels.long(), self.mask))
+        elif self.variance is None and self.lower is not None:
+            level: Any = self.level or (
                 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
             )
-            return (
-                "intervals",
-                (self.lower, _present(self.upper), labels, self.mask),
-                {"level": level, "middle": self.mean},
+            found = measured_intervals(
+                self.lower,
+                _present(self.upper),
+                labels,
+                self.mask,
+                level=level,
+                middle=self.mean,
             )
-        return (
-            "numbers",
-            (_present(self.mean), _present(self.variance), labels, self.mask),
-            {"distribution": getattr(self.likelihood, "distribution", "normal")},
-        )
+        else:
+            found = measured_numbers(
+                _present(self.mean),
+                _present(self.variance),
+                labels,
+                self.mask,
+                distribution=getattr(self.likelihood, "distribution", "normal"),
+            )
+        return found.beside(self._promised(labels.cpu()))
 
     def _is_of(self, labels: Tensor, mask: Tensor) -> bool:
         """Say whether a split of these labels and this mask was predicted, as far as clients,
@@ -339,18 +346,6 @@ class Predictions:
         return own.shape == given.shape and torch.equal(own, given.to(own.dtype))
 
 
-_SUMMARIES: dict[str, Callable[..., dict[str, float]]] = {
-    "classes": metrics.classification_summary,
-    "numbers": metrics.regression_summary,
-    "intervals": metrics.interval_summary,
-}
-_TABLES: dict[str, Callable[..., dict[str, np.ndarray]]] = {
-    "classes": metrics.per_client_table,
-    "numbers": metrics.regression_table,
-    "intervals": metrics.interval_table,
-}
-
-
 MEASURES: dict[str, tuple[str, ...]] = {
     "classes": ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc"),
     "numbers": ("rmse", "nll", "crps", "coverage_50", "coverage_90", "width_90"),
@@ -364,29 +359,6 @@ def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
     if likelihood.task == "classification":
         return MEASURES["classes"]
     return MEASURES["intervals" if hasattr(likelihood, "level") else "numbers"]
-
-
-def by_client(predictions: Predictions, split: ClientData) -> dict[str, np.ndarray]:
-    """Return every measure that `Predictions.summary` averages, of every client, [J] each, after
-    its name and its number of examples.
-
-    Args:
-        predictions: Predictions of all clients.
-        split: The split that was predicted.
-
-    Raises:
-        ValueError: As by `Predictions.summary`.
-    """
-    kind, given, options = predictions._measured(split)
-    promised = predictions._promised(split)
-    return _TABLES[kind](*given, names=predictions.names, **options) | {
-        name: _share(*pair).numpy() for name, pair in promised.items()
-    }
-
-
-def _share(values: Tensor, among: Tensor) -> Tensor:
-    """Return means over the last axis of what counts, in float64; NaN where nothing does."""
-    return torch.where(among, values.double(), 0.0).sum(-1) / among.sum(-1)
 
 
 def of_client(predictions: Predictions, j: int) -> Predictions:
@@ -439,63 +411,3 @@ def _present(t: Tensor | None) -> Tensor:
             "give both"
         )
     return t
-
-
-class Collector:
-    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors
-    on the CPU.
-
-    Args:
-        split: The split that is predicted.
-        names: The clients' names; none where they are not known.
-        likelihood: The likelihood under which they are made; None where it is not known.
-    """
-
-    def __init__(
-        self, split: ClientData, names: tuple[str, ...] = (), likelihood: Likelihood | None = None
-    ) -> None:
-        self._split, self._names, self._likelihood = split, names or None, likelihood
-        self._counts = split.counts
-        self._width = int(split.counts.max(initial=0))
-        self._seen = np.zeros(split.clients, bool)
-        self._tensors: Tensors = {}
-
-    def add(self, rows: np.ndarray, chunk: Tensors) -> None:
-        """Add the predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a
-        client's examples is ignored.
-        """
-        self._seen[rows] = True
-        for name, values in chunk.items():
-            if name not in self._tensors:
-                shape = (len(self._counts), self._width, *values.shape[2:])
-                self._tensors[name] = torch.full(shape, torch.nan, dtype=values.dtype)
-            for row, value in zip(rows, values.cpu(), strict=True):
-                n = int(self._counts[row])
-                self._tensors[name][row, :n] = value[:n]
-
-    @property
-    def empty(self) -> bool:
-        """Say whether no predictions were added."""
-        return not self._tensors
-
-    def predictions(self) -> Predictions:
-        """Return the predictions of all clients; clients that were not added have no rows."""
-        counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
-        mask = torch.arange(self._width) < counts[:, None]
-        bad = mask & broken(self._tensors)
-        if bad.any():
-            j = int(bad.any(1).nonzero()[0, 0])
-            warn(
-                f"the predictions for {int(bad.sum())} examples are not finite, the first that of "
-                f"row {int(bad[j].nonzero()[0, 0])} of client "
-                f"{known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at "
-                "these inputs, or at the weights",
-            )
-        found: dict[str, Any] = self._tensors
-        return Predictions(
-            mask=mask,
-            labels=self._split.padded_labels()[0].cpu(),
-            names=self._names,
-            likelihood=self._likelihood,
-            **found,
-        )

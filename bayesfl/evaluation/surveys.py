@@ -4,8 +4,10 @@ A step of calibration is a survey (`bayesfl.base.surveys`) with `settle(state, l
 own parameters, which never leave it, and `apply`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from bayesfl.base.random import Purpose, key, mixed
 from bayesfl.base.targets import Task
+from bayesfl.curvature.batches import available_memory, require
+from bayesfl.evaluation.metrics.measured import Measured
 from bayesfl.evaluation.predictions import Predictions, per_place
 
 
@@ -148,3 +152,83 @@ class LocalPredictions:
         return torch.from_numpy(
             ((mixed(self.rows ^ keys[:, None]) >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52
         )
+
+
+class Parts(tuple[LocalPredictions, ...]):
+    """What clients know of themselves, in parts of clients with similar numbers of rows, so that
+    little is padded.
+    """
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """Return the clients' numbers in the federation, [J], part after part."""
+        return np.concatenate([part.ids for part in self])
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Return the places in `ids` of the clients in the order of their numbers, [J]."""
+        return torch.from_numpy(np.argsort(self.ids, kind="stable"))
+
+    def measured(self) -> Measured:
+        """Compute every measure of every client, in the order of their numbers."""
+        return Measured.joined(self.order, [part.predictions.measured() for part in self])
+
+    def only(self, ids: Sequence[int]) -> "Parts":
+        """Return what some clients know of themselves, by their numbers."""
+        found = []
+        for part in self:
+            places = np.flatnonzero(np.isin(part.ids, ids))
+            given, names = part.predictions, part.predictions.names
+            own = {name: t[places] for name, t in vars(given).items() if isinstance(t, Tensor)}
+            called = names and tuple(names[place] for place in places.tolist())
+            some = replace(given, names=called, **own)
+            found += [LocalPredictions(some, part.ids[places])] if len(places) else []
+        return Parts(found)
+
+    @property
+    def rows(self) -> Predictions:
+        """Return the predictions of all clients' rows as of one client, [1, R, ...]."""
+        parts = [part.predictions for part in self]
+        held = [name for name, t in vars(parts[0]).items() if isinstance(t, Tensor)]
+        found: dict[str, Any] = {
+            name: torch.cat([getattr(part, name)[part.mask] for part in parts])[None]
+            for name in held
+        }
+        return replace(parts[0], names=None, **found)
+
+    @property
+    def predictions(self) -> Predictions:
+        """Return the predictions of all clients in the order of their numbers, padded to the
+        longest, [J, N, ...].
+
+        Raises:
+            MemoryError: They need more bytes than there are.
+        """
+        first, *others = [part.predictions for part in self]
+        if not others:
+            return first
+        width = max(part.mask.shape[1] for part in (first, *others))
+        held = {name: t for name, t in vars(first).items() if isinstance(t, Tensor)}
+        rows = len(self.ids) * width
+        require(
+            rows * sum(t[:1, :1].numel() * t.element_size() for t in held.values()),
+            available_memory(first.mask),
+            f"the predictions of {len(self.ids)} clients, of whom the longest has {width} rows,",
+            "result.table(), result.audit() and result.client(name).predict(x) pad nothing",
+        )
+        found: dict[str, Any] = {}
+        places = self.order.argsort().split([len(part.ids) for part in self])
+        for name, t in held.items():
+            fill = torch.nan if t.is_floating_point() and name != "labels" else 0
+            found[name] = t.new_full((len(self.ids), width, *t.shape[2:]), fill)
+            for place, part in zip(places, self, strict=True):
+                own = getattr(part.predictions, name)
+                found[name][place, : own.shape[1]] = own
+        names = [name for part in self for name in part.predictions.names or ()]
+        ordered = tuple(names[place] for place in self.order.tolist()) if names else None
+        return replace(first, names=ordered, **found)
+
+
+def parts_of(local: LocalPredictions | Parts) -> Sequence[LocalPredictions]:
+    """Return the parts of what clients know, one where there are none."""
+    return local if isinstance(local, Parts) else (local,)

@@ -34,6 +34,13 @@ def test_select_renumbers_and_shares_storage(split):
     assert chosen.x is split.x
 
 
+def test_only_keeps_numbers_and_shares_storage(split):
+    some = split.only(np.array([0, 3]))
+    assert some.counts.tolist() == [3, 0, 0, 2]
+    assert [some.client(j)[1].tolist() for j in range(4)] == [[9, 8, 7], [], [], [1, 5]]
+    assert some.x is split.x
+
+
 def test_padded_labels_mask_what_is_not_there(split):
     y, mask = (t.tolist() for t in split.padded_labels())
     assert y == [[9, 8, 7], [0, 0, 0], [0, 0, 0], [1, 5, 0]]

@@ -81,8 +81,8 @@ def chosen(
 
 
 def test_kernels_of_a_cpu():
-    """Rules where there are rules, many convolutions client by client, but not under a head that is
-    trained on features.
+    """Rules where there are rules, many convolutions client by client, also under a head that is
+    trained on features, of all rows: a step on a usual batch decides.
     """
     lenet = bf.models.lenet((1, 28, 28), outputs=3)
     large = bf.models.cifar100_cnn()
@@ -93,7 +93,9 @@ def test_kernels_of_a_cpu():
     assert chosen(mlp) == chosen(mlp, body) == "layers"
     assert chosen(lenet, **digits) == chosen(lenet, body, **digits) == "layers"
     assert chosen(large, **images) == chosen(large, body, **images) == "live"
-    assert chosen(large, head, **images) == "layers"
+    assert chosen(large, head, **images) == "live"
+    few, _ = bf.algorithms.fedrep(lenet, batch_size=None).phases
+    assert chosen(lenet, few, **digits) == chosen(mlp, few) == "layers"
     assert chosen(own) == "live"
     assert chosen(own, kernel="vmap") == "vmap"
     with pytest.raises(ValueError, match=r"layers kernel .*SplitModel, which .*reads the numbers"):

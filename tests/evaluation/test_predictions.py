@@ -8,11 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.data import ClientData
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import (
     MEASURES,
-    Collector,
     Predictions,
-    by_client,
     measures_of,
 )
 from bayesfl.likelihoods import Categorical, Gaussian, Poisson, Quantiles
@@ -24,26 +23,6 @@ def split(*counts: int) -> ClientData:
     return ClientData(
         torch.zeros(rows, 2), torch.arange(rows) % 3, torch.arange(rows), np.array(counts)
     )
-
-
-def test_chunks_are_put_together():
-    """In any order and under any padding; a client that was never added has no rows."""
-    collector = Collector(split(2, 3, 1, 2))
-    assert collector.empty
-    first, second = torch.rand(2, 4, 3), torch.rand(1, 2, 3)
-    collector.add(np.array([3, 1]), {"probs": first, "epistemic": first[..., 0]})
-    collector.add(np.array([0]), {"probs": second, "epistemic": second[..., 0]})
-    assert not collector.empty
-    found = collector.predictions()
-    assert found.mask.tolist() == [
-        [True, True, False],
-        [True, True, True],
-        [False] * 3,
-        [True, True, False],
-    ]
-    assert torch.equal(found.probs[found.mask], torch.cat([second[0], first[1, :3], first[0, :2]]))
-    assert bool(found.probs[~found.mask].isnan().all())
-    assert torch.equal(found.epistemic[found.mask], found.probs[found.mask][:, 0])
 
 
 def test_a_client_alone_has_no_padding():
@@ -119,7 +98,7 @@ def test_measures_are_of_the_split_that_was_predicted():
         np.array([0, 1]),
         {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]},
     )
-    found = collector.predictions()
+    found = collector.parts().predictions
     assert found.summary(own)["nll"] == pytest.approx(math.log(3))
     assert "labels" not in repr(found)
     relabelled = ClientData(own.x, own.y.flip(0), own.index, own.counts)
@@ -147,25 +126,9 @@ def test_targets_may_have_another_precision():
     collector.add(
         np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]}
     )
-    assert collector.predictions().summary(own)["rmse"] == pytest.approx(
+    assert collector.parts().predictions.summary(own)["rmse"] == pytest.approx(
         (0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2
     )
-
-
-def test_predictions_that_are_not_finite_name_a_client():
-    """Measures are NaN then, and nothing else would say which example did it; padding counts
-    nothing.
-    """
-    collector = Collector(split(2, 3), ("Bern", "Chur"))
-    probs = torch.full((2, 3, 3), 1 / 3)
-    probs[1, 2, 0], probs[0, 2] = math.nan, math.nan
-    collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
-    with pytest.warns(
-        UserWarning,
-        match=r"predictions for 1 examples are not finite, the first that of row 2 of client "
-        r"'Chur'",
-    ):
-        collector.predictions()
 
 
 def test_each_label_is_measured_as_an_example():
@@ -176,7 +139,7 @@ def test_each_label_is_measured_as_an_example():
     data = ClientData(torch.zeros(5, 2), y, torch.arange(5), np.array([3, 2]))
     mask = torch.tensor([[True, True, True], [True, True, False]])
     found = Predictions(mask, probs[..., 0], probs=probs, names=("Bern", "Chur"))
-    table = by_client(found, data)
+    table = found.of_split(data).measured().table()
     assert table["examples"].tolist() == [10, 8]
     right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
     assert table["accuracy"].tolist() == pytest.approx(
@@ -202,7 +165,7 @@ def test_numbers_are_measured_under_the_likelihood():
         nll = -float(wanted.log_prob(y).mean())
         assert found.summary(data)["nll"] == pytest.approx(nll, abs=1e-6)
         assert found.client(0).likelihood is likelihood
-        assert by_client(found, data)["client"].tolist() == [0]
+        assert found.of_split(data).measured().table()["client"].tolist() == [0]
     ends = Predictions(
         mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5)
     )
@@ -223,7 +186,7 @@ def test_the_measures_of_clients_are_known_beforehand():
         found = Predictions(mask, epistemic, likelihood=likelihood, **tensors)
         labels = torch.arange(4) if kind == "classes" else torch.arange(4.0)
         data = ClientData(torch.zeros(4, 2), labels % 3, torch.arange(4), np.array([2, 2]))
-        columns = by_client(found, data)
+        columns = found.of_split(data).measured().table()
         assert tuple(columns) == ("client", "examples", *MEASURES[kind])
         assert measures_of(likelihood) == MEASURES[kind]
         assert columns["examples"].tolist() == [2, 0]

@@ -18,6 +18,8 @@ UNITS, KNOWN_ROWS = 5.0, 20
 """Standard deviations of the other clients' rows, of so many or more, from which on a client's mean
 is as in another unit.
 """
+FIRST = 1000
+"""Rows on which a column is compared with the target first."""
 CHANCE_ROWS = 50
 """Rows that are needed before what all have in common is taken for more than chance."""
 
@@ -128,7 +130,8 @@ def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
         return []
     told = []
     if values.exact is not None:
-        if len(set(values.exact[rows].tolist())) == len(rows):
+        exact = values.exact[rows].tolist()
+        if all(len(set(some)) == len(some) for some in (exact[:FIRST], exact)):
             told.append(f"{values.name!r} has another whole number in every row, as an id has")
         year, month, day = known // 10_000, known // 100 % 100, known % 100
         if bool(
@@ -166,8 +169,12 @@ def _tells(values: Values, rows: np.ndarray, y: np.ndarray) -> bool:
             and float(np.std(y)) > 0
             and abs(float(np.corrcoef(held, y.astype(float))[0, 1])) > 1 - 1e-9
         )
-    levels = values.levels()[rows]
-    pairs = set(zip(levels.tolist(), y.tolist(), strict=True))
-    return (
-        len(pairs) == len({level for level, _ in pairs}) == len({label for _, label in pairs}) > 1
-    )
+    # Nearly every column fails at its first rows, before all are compared.
+    return _paired(values, rows[:FIRST], y[:FIRST]) and _paired(values, rows, y, least=2)
+
+
+def _paired(values: Values, rows: np.ndarray, y: np.ndarray, *, least: int = 1) -> bool:
+    """Say whether each level of some rows comes with one class, and each class with one level."""
+    pairs = set(zip(values.levels(rows).tolist(), y.tolist(), strict=True))
+    classes = len({label for _, label in pairs})
+    return len(pairs) == len({level for level, _ in pairs}) == classes >= least

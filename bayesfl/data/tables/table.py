@@ -48,9 +48,12 @@ class Values:
         assert self.texts is not None
         return np.array([value is None for value in self.texts], dtype=bool)
 
-    def levels(self) -> np.ndarray:
+    def levels(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and
         the text 3.0 are one level.
+
+        Args:
+            rows: The rows, [n]; by default all.
         """
         held = (
             self.exact
@@ -61,7 +64,7 @@ class Values:
         )
         assert held is not None
         return np.array(
-            [None if v is None or v != v else _level(v) for v in held.tolist()], dtype=object
+            [None if v is None or v != v else _level(v) for v in held[rows].tolist()], dtype=object
         )
 
 

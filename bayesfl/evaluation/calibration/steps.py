@@ -2,15 +2,21 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from math import nan
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, together
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts
+
+Known = TypeVar("Known", LocalPredictions, Parts)
+"""What clients know of themselves, together or in parts."""
 
 
 @runtime_checkable
@@ -88,8 +94,12 @@ class Fitted:
         )
         return f"Fitted({self.step}; {kept})"
 
-    def apply(self, local: LocalPredictions) -> LocalPredictions:
-        """Return predictions as the step changes them, with whose they are."""
+    def apply(self, local: Known) -> Known:
+        """Return predictions as the step changes them, with whose they are; of parts, each client
+        by its number.
+        """
+        if isinstance(local, Parts):
+            return Parts(self.of(torch.from_numpy(part.ids)).apply(part) for part in local)
         return replace(local, predictions=self.step.apply(self.state, self.own, local))
 
     def of(self, rows: Tensor) -> "Fitted":
@@ -97,7 +107,9 @@ class Fitted:
         return replace(self, own={name: t[rows] for name, t in self.own.items()})
 
 
-def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None = None) -> Fitted:
+def fit(
+    step: Step, local: LocalPredictions | Parts, outputs: Outputs, ask: Ask | None = None
+) -> Fitted:
     """Fit a step to clients' predictions on its split, after the steps before it.
 
     Args:
@@ -118,7 +130,28 @@ def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None =
         Fitted(Bias(split='validation'); bias [2, 10])
     """
     state = conduct(step, ask or together(step, local), outputs)
-    return Fitted(step, state, step.settle(state, local))
+    return Fitted(step, state, settled(step, state, local))
+
+
+def settled(step: Step, state: Tensors, local: LocalPredictions | Parts) -> Tensors:
+    """Return the clients' own parameters, [J, ...], of parts in the order of the clients' numbers;
+    what has one value a row is padded by NaN.
+    """
+    if not isinstance(local, Parts):
+        return step.settle(state, local)
+    each = [step.settle(state, part) for part in local]
+
+    def put(*parts: Tensor) -> Tensor:
+        width = max(t.shape[-1] for t in parts)
+        same = [
+            t
+            if t.dim() == 1 or t.shape[-1] == width
+            else pad(t, (0, width - t.shape[-1]), value=nan)
+            for t in parts
+        ]
+        return torch.cat(same)[local.order]
+
+    return tree_map(put, *each)
 
 
 def refuse_numbers(step: object, outputs: Outputs) -> None:
@@ -158,7 +191,7 @@ def any_draws(steps: "Iterable[Step]") -> bool:
     return any(getattr(step, "draws", False) for step in steps)
 
 
-def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
+def applied(steps: Iterable[Fitted], local: Known) -> Known:
     """Apply all steps to local predictions, one after the other.
 
     Example:

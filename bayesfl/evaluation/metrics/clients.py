@@ -3,32 +3,12 @@ clients.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from bayesfl.data.names import check_names
-
-
-def index_of(names: Sequence[str] | None, mask: Tensor) -> dict[str, np.ndarray]:
-    """Return the first columns of a table by client: `client`, names or numbers, and `examples`.
-
-    Args:
-        names: One name for each client; None for their numbers.
-        mask: Which rows are examples, [J, N] bool.
-
-    Raises:
-        TypeError: `names` is no list.
-        ValueError: There is another number of names.
-    """
-    check_names(names, len(mask))
-    return {
-        "client": np.arange(len(mask)) if names is None else np.array(names),
-        "examples": mask.sum(-1).cpu().numpy(),
-    }
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,13 +79,6 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
         raise ValueError(f"values must be one number a client, [J]; got shape {list(values.shape)}")
     ordered = values[~values.isnan()].sort().values
     return float(ordered[len(ordered) // 10]) if len(ordered) else math.nan
-
-
-def mean_of_clients(values: Tensor, broken: Tensor) -> float:
-    """Average over clients [J] the values that are not NaN; NaN if any client's predictions are
-    broken, or all values are NaN.
-    """
-    return math.nan if broken.any() else float(values.nanmean())
 
 
 def as_clients(predictions: Any, truths: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

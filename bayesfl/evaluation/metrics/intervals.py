@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
-from bayesfl.evaluation.metrics.clients import check_alike, check_shapes, index_of, mean_of_clients
+from bayesfl.evaluation.metrics.clients import check_alike, check_shapes
+from bayesfl.evaluation.metrics.measured import Measured, average, totals
 
 
 @declared
@@ -53,17 +54,7 @@ def interval_summary(
         >>> found["coverage"], found["width"]
         (0.5, 2.0)
     """
-    values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
-    each = {
-        name: _average(name, t, mask).masked_fill(broken, math.nan) for name, t in values.items()
-    }
-    summary = {name: mean_of_clients(t, t.isnan() & mask.any(-1)) for name, t in each.items()}
-    return summary | {
-        f"pooled_{name}": math.nan
-        if broken.any()
-        else float(_average(name, t.flatten()[None], mask.flatten()[None]))
-        for name, t in values.items()
-    }
+    return measured_intervals(lower, upper, targets, mask, level=level, middle=middle).summary()
 
 
 @declared
@@ -100,23 +91,20 @@ def interval_table(
         >>> dict(zip(found["client"].tolist(), found["coverage"].tolist()))
         {'a': 1.0, 'b': 0.0}
     """
-    values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
-    return index_of(names, mask) | {
-        name: _average(name, t, mask).masked_fill(broken, math.nan).numpy()
-        for name, t in values.items()
-    }
+    found = measured_intervals(lower, upper, targets, mask, level=level, middle=middle)
+    return found.table(names)
 
 
-def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    found = (values * mask).sum(-1) / mask.sum(-1)
-    return found.sqrt() if name == "rmse" else found
-
-
-def _measures(
-    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float, middle: Tensor | None
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return every measure of every example [J, N], of `rmse` its square, which clients have ends
-    that are NaN, and the mask.
+def measured_intervals(
+    lower: Tensor,
+    upper: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    level: float = 0.9,
+    middle: Tensor | None = None,
+) -> Measured:
+    """Compute every measure of some clients, as `interval_summary` takes them.
 
     Raises:
         ValueError: Shapes do not fit, targets are not finite, or a lower end is above the upper
@@ -145,11 +133,18 @@ def _measures(
         if middle is None
         else middle.detach().cpu().reshape(low.shape).double().masked_fill(~use, 0)
     )
-    found = {
+    examples = {
         "rmse": (y - centre).square().mean(-1),
         "pinball": (0.5 * (1 - level) * score).sum(-1),
         "coverage": (outside == 0).double().mean(-1),
         "width": (high - low).mean(-1),
         "interval_score": score.mean(-1),
     }
-    return found, (mask & ~there).any(-1), mask
+    broken = (mask & ~there).any(-1)
+    columns = {
+        name: average(name, (t * mask).sum(-1), mask.sum(-1)).masked_fill(broken, math.nan)
+        for name, t in examples.items()
+    }
+    without = {name: t.isnan() & mask.any(-1) for name, t in columns.items()}
+    sums = {name: totals(t, mask, broken=bool(broken.any())) for name, t in examples.items()}
+    return Measured(mask.sum(-1), columns, without, sums)

@@ -4,7 +4,7 @@ one of counts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Count, declared
-from bayesfl.evaluation.metrics.clients import (
-    as_clients,
-    check_alike,
-    check_shapes,
-    index_of,
-    mean_of_clients,
-    pool,
-)
+from bayesfl.evaluation.metrics.clients import as_clients, check_alike, check_shapes
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
+from bayesfl.evaluation.metrics.measured import Measured, average, totals
 
 
 def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -39,7 +33,8 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> bf.metrics.rmse(torch.zeros(2), torch.tensor([1.0, 7.0])).item()  # the root of 25
         5.0
     """
-    return _Fitted.of(mean, None, targets, mask).rmse()
+    fitted = _Fitted.of(mean, None, targets, mask)
+    return fitted.average(fitted.squares(), "rmse")
 
 
 def gaussian_nll(
@@ -62,7 +57,8 @@ def gaussian_nll(
         >>> round(bf.metrics.gaussian_nll(mean, variance, y).item(), 3)  # log(2 pi) / 2 + 1 / 4
         1.169
     """
-    return _Fitted.of(mean, variance, targets, mask).nll()
+    fitted = _Fitted.of(mean, variance, targets, mask)
+    return fitted.average(fitted.losses())
 
 
 @declared
@@ -95,7 +91,8 @@ def coverage(
         >>> bf.metrics.coverage(mean, variance, y, level=0.9).item()
         0.75
     """
-    return _Fitted.of(mean, variance, targets, mask, distribution).coverage(level)
+    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
+    return fitted.average(fitted.inside(level))
 
 
 def crps(
@@ -127,7 +124,8 @@ def crps(
         >>> round(bf.metrics.crps(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
         0.2337
     """
-    return _Fitted.of(mean, variance, targets, mask, distribution).crps()
+    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
+    return fitted.average(fitted.scores())
 
 
 @declared
@@ -194,13 +192,7 @@ def regression_summary(
         >>> found["rmse"], round(found["pooled_rmse"] ** 2, 6), found["coverage_90"]
         (1.5, 2.5, 0.5)
     """
-    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
-    summary = {
-        name: mean_of_clients(values, fitted.broken) for name, values in fitted.measures().items()
-    }
-    return summary | {
-        f"pooled_{name}": float(value) for name, value in fitted.pooled().measures().items()
-    }
+    return measured_numbers(mean, variance, targets, mask, distribution=distribution).summary()
 
 
 def regression_table(
@@ -232,11 +224,25 @@ def regression_table(
         >>> bf.metrics.regression_table(mean, torch.ones(2, 3, 1), y, mask)["rmse"].tolist()
         [1.0, 2.0]
     """
+    return measured_numbers(mean, variance, targets, mask, distribution=distribution).table(names)
+
+
+def measured_numbers(
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    distribution: DistributionName = "normal",
+) -> Measured:
+    """Compute every measure of some clients, as `regression_summary` takes them."""
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
-    return index_of(names, fitted.mask) | {
-        name: values.numpy()
-        for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()
-    }
+    examples, broken = fitted.examples(), bool(fitted.broken.any())
+    columns = {name: fitted.average(t, name) for name, t in examples.items()}
+    sums = {name: totals(t, fitted.mask, broken=broken) for name, t in examples.items()}
+    averaged = dict.fromkeys(columns, fitted.broken)
+    columns["width_90"] = fitted.width(0.9)
+    return Measured(fitted.mask.sum(-1), columns, averaged, sums)
 
 
 @dataclass(frozen=True)
@@ -298,49 +304,39 @@ class _Fitted:
     def distribution(self) -> Distribution:
         return DISTRIBUTIONS[self.kind](self.mean, self.variance)
 
-    def pooled(self) -> "_Fitted":
-        mean, targets, mask = pool(self.mean, self.targets, self.mask)
-        return replace(
-            self,
-            mean=mean,
-            variance=self.variance.flatten(0, 1)[None],
-            targets=targets,
-            mask=mask,
-            broken=self.broken.any()[None],
-        )
-
-    def measures(self) -> dict[str, Tensor]:
+    def examples(self) -> dict[str, Tensor]:
+        """Return every measure of every example, [J, N]; of `rmse` its square."""
         return {
-            "rmse": self.rmse(),
-            "nll": self.nll(),
-            "crps": self.crps(),
-            "coverage_50": self.coverage(0.5),
-            "coverage_90": self.coverage(0.9),
+            "rmse": self.squares(),
+            "nll": self.losses(),
+            "crps": self.scores(),
+            "coverage_50": self.inside(0.5),
+            "coverage_90": self.inside(0.9),
         }
 
-    def rmse(self) -> Tensor:
-        return self._average((self.targets - self.mean).square().mean(-1)).sqrt()
+    def squares(self) -> Tensor:
+        return (self.targets - self.mean).square().mean(-1)
 
-    def nll(self) -> Tensor:
-        return self._average(self.distribution.nll(self.targets).sum(-1))
+    def losses(self) -> Tensor:
+        return self.distribution.nll(self.targets).sum(-1)
 
-    def crps(self) -> Tensor:
-        return self._average(self.distribution.crps(self.targets).mean(-1))
+    def scores(self) -> Tensor:
+        return self.distribution.crps(self.targets).mean(-1)
 
     def _interval(self, level: float) -> tuple[Tensor, Tensor]:
         found = self.distribution
         return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
 
-    def coverage(self, level: float) -> Tensor:
+    def inside(self, level: float) -> Tensor:
         if self.kind == "counts":
             ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-            return self._average(self._passed(ends).diff(dim=-1)[..., 0].mean(-1))
+            return self._passed(ends).diff(dim=-1)[..., 0].mean(-1)
         lower, upper = self._interval(level)
-        return self._average(((lower <= self.targets) & (self.targets <= upper)).double().mean(-1))
+        return ((lower <= self.targets) & (self.targets <= upper)).double().mean(-1)
 
     def width(self, level: float) -> Tensor:
         lower, upper = self._interval(level)
-        return self._average((upper - lower).mean(-1))
+        return self.average((upper - lower).mean(-1))
 
     @cached_property
     def _transform(self) -> tuple[Tensor, Tensor]:
@@ -366,9 +362,9 @@ class _Fitted:
             share = torch.nn.functional.one_hot(place, bins).double()
         else:
             share = self._passed(torch.linspace(0, 1, bins + 1, dtype=torch.float64)).diff(dim=-1)
-        return torch.stack([self._average(part.mean(-1)) for part in share.unbind(-1)], -1)
+        return torch.stack([self.average(part.mean(-1)) for part in share.unbind(-1)], -1)
 
-    def _average(self, values: Tensor) -> Tensor:
-        means = (values * self.mask).sum(-1) / self.mask.sum(-1)
+    def average(self, values: Tensor, name: str = "") -> Tensor:
+        means = average(name, (values * self.mask).sum(-1), self.mask.sum(-1))
         means = means.masked_fill(self.broken, math.nan)
         return means[0] if self.single else means

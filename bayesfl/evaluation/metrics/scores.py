@@ -202,15 +202,23 @@ class Scored:
 
     def nll(self) -> Tensor:
         """Compute the mean negative log probability of the true class, [J], in nats per example."""
-        return self.average(-self.true.clamp(torch.finfo(torch.float64).tiny, 1).log())
+        return self.average(self.losses)
+
+    @cached_property
+    def losses(self) -> Tensor:
+        """Return the negative log probability of the true class, [J, N], in nats."""
+        return -self.true.clamp(torch.finfo(torch.float64).tiny, 1).log()
 
     def brier(self) -> Tensor:
         """Compute the squared error of the probabilities, summed over classes and averaged over
         examples, [J].
         """
-        return self.average(
-            self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square()
-        )
+        return self.average(self.squares)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Return the squared error of the probabilities, summed over classes, [J, N]."""
+        return self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square()
 
     def macro_f1(self) -> Tensor:
         """Compute the F1 score averaged over classes, [J]."""

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bayesfl.base.options import Count, declared
-from bayesfl.evaluation.metrics.clients import bottom_decile, index_of, mean_of_clients
-from bayesfl.evaluation.metrics.reliability import calibration_error
+from bayesfl.evaluation.metrics.measured import Measured, totals
+from bayesfl.evaluation.metrics.reliability import binned, calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
 
 
@@ -39,20 +40,7 @@ def classification_summary(
         >>> found["accuracy"], found["accuracy_decile"], found["pooled_accuracy"]
         (0.5, 0.0, 0.5)
     """
-    scored = Scored.of(probs, labels, mask)
-    clients, pooled = _measures(scored, bins), scored.pooled()
-    summary = {name: mean_of_clients(values, scored.broken) for name, values in clients.items()}
-    summary["accuracy_decile"] = (
-        math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
-    )
-    together = {
-        "accuracy": pooled.accuracy(),
-        "nll": pooled.nll(),
-        "ece": calibration_error(pooled, bins),
-        "mce": calibration_error(pooled, bins, "max"),
-        "brier": pooled.brier(),
-    }
-    return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
+    return measured_classes(probs, labels, mask, bins).summary()
 
 
 @declared
@@ -84,15 +72,13 @@ def per_client_table(
         >>> dict(zip(found["client"].tolist(), found["accuracy"].tolist()))
         {'north': 1.0, 'south': 0.0}
     """
+    return measured_classes(probs, labels, mask, bins).table(names)
+
+
+def measured_classes(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Measured:
+    """Compute every measure of some clients, as `classification_summary` takes them."""
     scored = Scored.of(probs, labels, mask)
-    return index_of(names, scored.mask) | {
-        name: values.numpy() for name, values in _measures(scored, bins).items()
-    }
-
-
-def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:
-    """Compute every measure of every client, [J] each."""
-    return {
+    columns = {
         "accuracy": scored.accuracy(),
         "nll": scored.nll(),
         "ece": calibration_error(scored, bins),
@@ -101,3 +87,8 @@ def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:
         "macro_f1": scored.macro_f1(),
         "auroc": scored.auroc(),
     }
+    broken = bool(scored.broken.any())
+    examples = {"accuracy": scored.hits, "nll": scored.losses, "brier": scored.squares}
+    sums = {name: totals(t, scored.mask, broken=broken) for name, t in examples.items()}
+    sums["bins"] = torch.cat(binned(scored.pooled(), bins)) * (math.nan if broken else 1.0)
+    return Measured(scored.mask.sum(-1), columns, dict.fromkeys(columns, scored.broken), sums)

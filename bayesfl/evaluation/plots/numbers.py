@@ -165,5 +165,5 @@ def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Distribut
             mask.cpu(),
             getattr(found.likelihood, "distribution", "normal"),
         )
-    mean, variance, targets, mask = (torch.as_tensor(t) for t in source)
-    return mean, variance, targets, mask, "normal"
+    mean, variance, targets, mask = (torch.as_tensor(t) for t in source[:4])
+    return mean, variance, targets, mask, source[4] if len(source) > 4 else "normal"

@@ -3,7 +3,7 @@ the other, however they are asked.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from bayesfl.base.surveys import Survey, answers, conduct
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import Outputs, Parts
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.asking import LocalRows, ask
 from bayesfl.federation.clients.local import Local, State
@@ -89,6 +89,7 @@ class Here:
         data: The clients' data, on the device and in the precision of the state.
         crew: The threads that compute.
         aggregation: How answers are added; None adds them openly.
+        ids: The clients that predict; None for all.
     """
 
     local: Local
@@ -96,6 +97,7 @@ class Here:
     data: FederatedData
     crew: Crew
     aggregation: Adder | None = None
+    ids: np.ndarray | None = None
 
     def __call__(self, name: str, survey: Survey[Any], known: Known) -> Tensors:
         """Return a survey's last state, see `Conduct`."""
@@ -103,11 +105,14 @@ class Here:
         reads = getattr(survey, "reads", "rows")
         if reads == "candidates":
             return conduct(survey, self._by_chunk(survey, known), outputs)
-        ids = np.arange(split.clients)
         if reads == "rows":
-            return conduct(survey, ask(survey, LocalRows(split, ids), self.aggregation), outputs)
-        (found,) = predict.personal(self.local, self.state, [split], self.crew, known=known)
-        about = LocalPredictions(found, ids, self.local.seed, self.state.round)
+            rows = LocalRows(split, np.arange(split.clients))
+            return conduct(survey, ask(survey, rows, self.aggregation), outputs)
+        (found,) = predict.personal(
+            self.local, self.state, [split], self.crew, known=known, ids=self.ids
+        )
+        seed, round = self.local.seed, self.state.round
+        about = Parts(replace(part, seed=seed, round=round) for part in found.parts())
         return conduct(survey, ask_here(survey, about, self.aggregation), outputs)
 
     def _by_chunk(
@@ -123,7 +128,7 @@ class Here:
                 own = tuning.candidates(local, done, split, round=state.round, known=known)
                 return ids, answers(survey, so_far, own, shapes)
 
-            parts = list(self.crew.over(self.local.chunked(), work))
+            parts = list(self.crew.over(self.local.chunked(self.ids), work))
             found = {name: torch.cat([own[name] for _, own in parts]) for name in shapes}
             return added(np.concatenate([ids for ids, _ in parts]), found, self.aggregation)
 

@@ -15,11 +15,13 @@ from bayesfl.base.inputs import Inputs, call, count, each
 from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import Mixture
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.predictions import Collector, Predictions
-from bayesfl.federation.clients.local import Done, Local, State
+from bayesfl.evaluation.collecting import NUMBERS, Collector, alike
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation.clients.local import Done, Local, State, read_rows
 from bayesfl.models.remedies import explained
 
 Predicted: TypeAlias = tuple[np.ndarray, Tensors]
@@ -41,7 +43,8 @@ def personal(
     *,
     draws: int | None = None,
     known: Mapping[str, Tensors] = {},
-) -> list[Predictions]:
+    ids: np.ndarray | None = None,
+) -> list[Collector]:
     """Predict with every client's own model, on several splits of its data.
 
     Args:
@@ -53,6 +56,7 @@ def personal(
         draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the
             method's paper (or the closed form, where its predictor has one).
         known: The last states of the surveys that the method's predictor needs, by their names.
+        ids: The clients that predict; None for all.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -64,11 +68,11 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, known=known)
 
     collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
-    for found in crew.over(local.chunked(), work):
+    for found in crew.over(local.chunked(ids), work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)
-    return [collector.predictions() for collector in collectors]
+    return collectors
 
 
 def of_chunk(
@@ -96,13 +100,12 @@ def of_chunk(
     """
     algorithm = local.algorithm
     number = algorithm.draws if draws is None else draws
-    if algorithm.predictor is None:
+    rule = algorithm.predictor
+    means = isinstance(rule, Mixture) and (rule.each is None or draws == 0)
+    if rule is None or means:
+        number = 0 if means else number
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
-        everything = algorithm, algorithm.parts, done.views
-        return [
-            [(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))]
-            for split in splits
-        ]
+        return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
     value = value_of(algorithm, known)
     for row, fitted in fitted_of(local, done, known):
@@ -196,6 +199,23 @@ def _noise(
     return out
 
 
+def _by_size(
+    local: Local, done: Done, split: ClientData, noise: dict[str, Tensor]
+) -> list[Predicted]:
+    """Predict for a chunk of clients from their views, those with similar numbers of rows together,
+    so that the longest of them makes none of the others long.
+    """
+    algorithm, groups, found = local.algorithm, alike(split.counts[done.ids], most=NUMBERS), []
+    for places in groups:
+        views, own = (
+            (done.views, noise) if len(groups) == 1 else read_rows((done.views, noise), places)
+        )
+        ids = done.ids[places]
+        of = local.engine, algorithm, algorithm.parts, views, split, ids, own
+        found.append((ids, _of_views(*of)))
+    return found
+
+
 def _of_views(
     engine: Engine,
     algorithm: Algorithm,
@@ -214,7 +234,13 @@ def _of_views(
     for x in _inputs(split, ids):
         with explained(x):
             outputs = engine.outputs(algorithm, parts, views, x, noise)
-        piece = algorithm.likelihood.predictive(outputs)
+        if (copies := algorithm.copies(parts)) is None:
+            piece = algorithm.likelihood.predictive(outputs)
+        else:
+            assert isinstance(algorithm.predictor, Mixture)
+            each = algorithm.likelihood.predictive(outputs.flatten(0, 1).unsqueeze(1))
+            of_copies = {name: t.unflatten(0, (-1, copies)) for name, t in each.items()}
+            piece = algorithm.predictor.mixed(of_copies, views)
         if not noise:
             piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
         pieces.append(piece)
@@ -304,7 +330,7 @@ def of_fitted(
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
-def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
+def shared(local: Local, state: State, split: ClientData) -> Collector | None:
     """Predict with the mean of the server's model on every client's split; None where the server
     holds no whole model.
 
@@ -321,7 +347,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
         collector.add(
             np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()}
         )
-    return collector.predictions()
+    return collector
 
 
 def common_view(algorithm: Algorithm, server: Server) -> View | None:

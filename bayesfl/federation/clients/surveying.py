@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
@@ -27,9 +28,11 @@ from bayesfl.evaluation.calibration import (
     applied,
     fit,
 )
-from bayesfl.evaluation.calibration.steps import any_draws, compares
+from bayesfl.evaluation.calibration.steps import Known, any_draws, compares
+from bayesfl.evaluation.calibration.steps import settled as own_of
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import Predictions, per_place
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts, parts_of
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.settings import Settings
@@ -164,7 +167,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
 def fitted(
     steps: Sequence[Step],
     before: Sequence[Fitted],
-    predicted: Mapping[str, LocalPredictions],
+    predicted: Mapping[str, Known],
     outputs: Outputs,
     aggregation: Adder | None,
 ) -> tuple[Fitted, ...]:
@@ -184,11 +187,11 @@ def fitted(
         done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
         if not isinstance(step, Conformal | Abstention):  # which leave probabilities as they are
             for split, others in now.items():
-                _say_if_worse(step, split, others.predictions, done[-1].apply(others).predictions)
+                _say_if_worse(step, split, others, done[-1].apply(others))
     return tuple(done)
 
 
-def _say_if_worse(step: Step, split: str, before: Predictions, after: Predictions) -> None:
+def _say_if_worse(step: Step, split: str, before: Known, after: Known) -> None:
     """Warn if a step makes the loss of rows to which it was not fitted larger."""
     if worse := _worse(before, after):
         warn(
@@ -198,7 +201,7 @@ def _say_if_worse(step: Step, split: str, before: Predictions, after: Prediction
         )
 
 
-def say_if_unsure(plain: Predictions, averaged: Predictions) -> None:
+def say_if_unsure(plain: Parts, averaged: Parts) -> None:
     """Warn if predictions that average over a posterior have a larger loss on validation rows than
     the network's own, by more than two standard errors and by more than one per cent.
     """
@@ -210,34 +213,36 @@ def say_if_unsure(plain: Predictions, averaged: Predictions) -> None:
         )
 
 
-def _worse(before: Predictions, after: Predictions) -> tuple[float, float] | None:
+def _worse(before: Known, after: Known) -> tuple[float, float] | None:
     """Return the mean losses of the same rows by two predictions of classes, in nats, if the second
     is larger by more than two standard errors of the difference.
     """
-    if before.probs is None or before.labels is None:
+    if parts_of(before)[0].predictions.probs is None:
         return None
-    losses = []
-    for found in (before, after):
-        assert found.probs is not None
-        probs, labels, mask = per_place(found.probs.cpu(), before.labels.long().cpu(), found.mask)
-        of_label = probs.double().gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-        losses.append(-of_label[mask.cpu()].clamp_min(torch.finfo(probs.dtype).tiny).log())
+    losses = [torch.cat(list(map(_losses, parts_of(known)))) for known in (before, after)]
     more = losses[1] - losses[0]
     if len(more) > 1 and float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5:
         return float(losses[0].mean()), float(losses[1].mean())
     return None
 
 
-def settled(
-    steps: Sequence[Fitted], predicted: Mapping[str, LocalPredictions]
-) -> tuple[Fitted, ...]:
+def _losses(part: LocalPredictions) -> Tensor:
+    """Return the loss of every example with a label, in nats."""
+    found = part.predictions
+    assert found.probs is not None  # as classes have
+    probs, labels, mask = per_place(found.probs.cpu(), part.labels.long(), found.mask)
+    of_label = probs.double().gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return -of_label[mask.cpu()].clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def settled(steps: Sequence[Fitted], predicted: Mapping[str, Known]) -> tuple[Fitted, ...]:
     """Return steps with the own parameters of other clients, by the surveys' states; clients
     without rows in a split have none to go by.
     """
     done: list[Fitted] = []
     for one in steps:
         local = applied(done, predicted[one.step.split])
-        done.append(replace(one, own=one.step.settle(one.state, local)))
+        done.append(replace(one, own=own_of(one.step, one.state, local)))
     return tuple(done)
 
 
@@ -307,8 +312,8 @@ def check_reading(result: Any) -> None:
 
 
 def known(
-    result: "Result", local: Local, split: ClientData, found: Predictions, steps: Sequence[Step]
-) -> LocalPredictions:
+    result: "Result", local: Local, split: ClientData, found: Collector, steps: Sequence[Step]
+) -> Parts:
     """Return clients' predictions of a split with whose they are, and what steps need beside them.
 
     Args:
@@ -319,22 +324,26 @@ def known(
         steps: The steps that are to read it.
     """
     shared = predict.shared(local, result.state, split) if compares(steps) else None
-    rows = None
-    if any_draws(steps):
-        rows = np.zeros(found.mask.shape, np.uint64)
-        for j, n in enumerate(split.counts):
-            if n:
-                rows[j, :n] = hashed(words(split.client(j)[0]))
-    return LocalPredictions(
-        found, np.arange(split.clients), result.settings.seed, result.round, shared, rows
-    )
+    parts = []
+    for part in found.parts():
+        ids, rows = part.ids, None
+        if any_draws(steps):
+            rows = np.zeros(part.predictions.mask.shape, np.uint64)
+            for place, j in enumerate(ids.tolist()):
+                if n := split.counts[j]:
+                    rows[place, :n] = hashed(words(split.client(j)[0]))
+        of_all = None if shared is None else shared.of(ids)
+        about = (result.settings.seed, result.round, of_all, rows)
+        parts.append(LocalPredictions(part.predictions, ids, *about))
+    return Parts(parts)
 
 
-def without_rows(known: LocalPredictions) -> LocalPredictions:
+def without_rows(known: LocalPredictions | Parts) -> LocalPredictions:
     """Return predictions of the same clients that have no rows in a split, with the outputs of
     `known`.
     """
-    like, ids, seed, round = known.predictions, known.ids, known.seed, known.round
+    ids, known = np.sort(known.ids), parts_of(known)[0]
+    like, seed, round = known.predictions, known.seed, known.round
     mask = torch.zeros(len(ids), 1, dtype=torch.bool)
     names = [
         name

@@ -18,7 +18,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.data import ClientData
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import chunks
-from bayesfl.evaluation.predictions import Collector
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Done, Local, State, kept_phases, read_rows, write_rows
 from bayesfl.federation.rounds.admission import Message, objection

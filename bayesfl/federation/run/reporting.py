@@ -18,8 +18,9 @@ from bayesfl.data.outline import Outline
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
-from bayesfl.evaluation.predictions import Predictions, by_client
+from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.evaluation.surveys import Parts
 from bayesfl.federation.settings import OPEN, Settings, dtype_name
 
 if TYPE_CHECKING:
@@ -59,18 +60,19 @@ def write_report(
     headline, measured = _last(history), []
     tests = known.splits.get("test") if isinstance(known, FederatedData) else None
     if run is not None and tests is not None and tests.counts.any():
-        predicted = run.predict(tests)
-        summary = predicted.summary(tests)
+        predicted = run.known_of(tests)
+        measures = predicted.measured()
+        summary = measures.summary()
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
-        rows = by_client(predicted, tests)
+        rows = measures.table(run.known.client_names)
         means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
         told = "Every client's own model on its own test rows. A click on a title sorts."
         foot = ["total rows, mean measures", int(np.sum(rows["examples"])), *means]
         measured = [
             Section("Clients", f"<p>{told}</p>" + table(shown, foot=foot)),
-            *_reliability(run, predicted),
-            *_coverage(run, predicted),
+            *_reliability(predicted),
+            *_coverage(run, predicted[0].predictions),
         ]
     lead = f"{known.outline.clients} clients; round {found['round']} of {settings.rounds}."
     lead += f" {BEFORE}" * bool(_steps(found) and not measured)
@@ -249,17 +251,22 @@ def _recorded(history: History, outline: Outline) -> str:
     return f"<p>As recorded in round {round}. {WITHOUT}</p>" + table(columns)
 
 
-def _reliability(run: "Result", predicted: Predictions) -> list[Section]:
+def _reliability(predicted: Parts) -> list[Section]:
     told = ""
-    if predicted.probs is not None:
-        flat = predicted.places()
-        given = (flat.probs, flat.labels, flat.mask)
-        drawn = plots.reliability(given)
-        own = plots.reliability(given, by="client", names=run.known.client_names)[0]
-        name = "client by client" if len(flat.mask) <= 12 else "the first twelve clients"
+    every = predicted[0].predictions if len(predicted) == 1 else predicted.rows
+    if every.probs is not None:
+        flat = every.places()
+        drawn = plots.reliability((flat.probs, flat.labels, flat.mask))
+        there = np.concatenate([part.predictions.mask.any(1).numpy() for part in predicted])
+        some = predicted.only(np.sort(predicted.ids[there])[:12].tolist()).predictions.places()
+        given = (some.probs, some.labels, some.mask)
+        own = plots.reliability(given, by="client", names=some.names)[0]
+        name = "client by client" if len(predicted.ids) <= 12 else "the first twelve clients"
         told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
-    elif predicted.variance is not None:
-        drawn = plots.interval_reliability(run)
+    elif every.variance is not None:
+        kind = getattr(every.likelihood, "distribution", "normal")
+        given = (every.mean, every.variance, every.labels, every.mask, kind)
+        drawn = plots.interval_reliability(given)
     else:  # intervals of one level
         return []
     all_of = "<p>Of all clients' test rows together.</p>" + picture(drawn.figure, "reliability")

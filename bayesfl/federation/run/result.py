@@ -32,8 +32,8 @@ from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.predictions import Predictions, by_client
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Outputs, Parts
 from bayesfl.federation.clients import heads, pooling, predict, surveying, tuning
 from bayesfl.federation.clients.after import (
     Here,
@@ -241,21 +241,29 @@ class Result:
                 clients; `draws` is not a whole number >= 1; or the method's predictor has to be
                 tuned and the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
+            MemoryError: Padded to the longest client they need more bytes than there are; `table`
+                and `audit` pad nothing.
         """
         if split is not None:
             instance(
                 "split", split, ClientData, "pass clients.test, or another split of result.data"
             )
+        found = self.known_of(self.data.test if split is None else split, draws).predictions
+        return replace(found, class_names=self.known.class_names)
+
+    def known_of(self, split: ClientData, draws: int | None = None) -> Parts:
+        """Return what `predict` does, in parts of clients with similar numbers of rows.
+
+        Raises:
+            ValueError: As by `predict`.
+        """
         data = self.data.to(self.device, self.dtype)
-        split = data.test if split is None else split.to(self.device, self.dtype)
+        split = split.to(self.device, self.dtype)
         _check_split(split, data)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
-        return replace(
-            self.calibrated_predictions(split, draws).predictions,
-            class_names=self.known.class_names,
-        )
+        return self.calibrated_predictions(split, draws)
 
     @suggests
     def table(self, split: str = "test", *, draws: int | None = None) -> Any:
@@ -281,15 +289,13 @@ class Result:
         import pandas as pd
 
         rows = self.data.splits[split]
-        measured = by_client(self.predict(rows, draws=draws), rows)
+        measured = self.known_of(rows, draws).measured().table()
         columns = {f"{name}_rows": part.counts for name, part in self.data.splits.items()} | {
             name: values for name, values in measured.items() if name not in ("client", "examples")
         }
         return pd.DataFrame(columns, index=pd.Index(self.known.client_names, name="client"))
 
-    def calibrated_predictions(
-        self, split: ClientData, draws: int | None = None
-    ) -> LocalPredictions:
+    def calibrated_predictions(self, split: ClientData, draws: int | None = None) -> Parts:
         """Return what clients know of themselves on a split, as the result's steps of calibration
         change it.
 
@@ -302,7 +308,7 @@ class Result:
 
     def local_predictions(
         self, *splits: ClientData, draws: int | None = None, steps: Sequence[Step] = ()
-    ) -> tuple[LocalPredictions, ...]:
+    ) -> tuple[Parts, ...]:
         """Return what clients know of themselves on splits, before any step of calibration; they
         fine-tune once for all.
 
@@ -438,7 +444,7 @@ class Result:
         held = self.data.to(self.device, self.dtype).splits.get("validation")
         if held is not None and held.counts.any() and self.known.task == "classification":
             plain, averaged = (made.local_predictions(held, draws=draws)[0] for draws in (0, None))
-            surveying.say_if_unsure(plain.predictions, averaged.predictions)
+            surveying.say_if_unsure(plain, averaged)
         return made
 
     @property
@@ -542,10 +548,13 @@ class Result:
         outputs = Outputs(self.data.task, self.data.outputs)
         surveying.refuse_released([survey], outputs, self.settings)
         predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
-        state = conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
-        return survey.audit(
-            state, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
+        ask = (
+            survey.openly(predicted)
+            if aggregation is None
+            else surveying.ask_here(survey, predicted, aggregation)
         )
+        state, known = conduct(survey, ask, outputs), predicted[0].predictions
+        return survey.audit(state, level=known.promise, risk=known.risk, delta=delta)
 
     def took_part(self, round: int) -> tuple[str, ...]:
         """Return the names of clients whose work is in the server's state of a round, counted
@@ -654,7 +663,7 @@ class Result:
                 if predicted
                 else new.local_predictions(novel.train, steps=steps)[0]
             )
-            predicted |= dict.fromkeys(missing, surveying.without_rows(like))
+            predicted |= dict.fromkeys(missing, Parts([surveying.without_rows(like)]))
         return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -18,14 +19,16 @@ from bayesfl.base.described import described, differences, in_words
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
+from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
-from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
+from bayesfl.evaluation.predictions import measures_of
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.after import Here, answered, answers_of
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
@@ -63,7 +66,7 @@ UNCALIBRATED = (
 )
 
 
-@declared(idle={("evaluate_every", None): ("record_clients",)})
+@declared(idle={("evaluate_every", None): ("record_clients", "evaluate_clients")})
 def simulate(
     algorithm: Method,
     clients: Federation,
@@ -74,6 +77,7 @@ def simulate(
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     evaluate_every: int | None = 1,
+    evaluate_clients: Count | None = None,
     engine: Annotated[
         Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")
     ] = None,
@@ -111,6 +115,9 @@ def simulate(
         evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a
             callback ends the run (but for `before_pool_` columns, which only a planned evaluation
             has). None: never.
+        evaluate_clients: Number of clients that evaluations measure: a sample that the seed draws,
+            the same in every round, also where a run goes on; others have NaN in
+            `history.clients`. None for all.
         engine: How the run is computed. It changes only speed and rounding, and under
             `ClientPrivacy` the noise. None for `Engine()`.
         device: The device that computes.
@@ -222,6 +229,7 @@ def simulate(
         run = _Simulation(
             rules,
             clients.to(device, dtype),
+            _sample(clients.clients, evaluate_clients, seed),
             faults,
             on_round,
             measures,
@@ -234,6 +242,13 @@ def simulate(
         with result.engine.crew(device) as crew:
             result = run.rounds(result, crew)
         return finished(on_round, result)
+
+
+def _sample(clients: int, size: int | None, seed: int) -> np.ndarray:
+    """Return which clients evaluations measure, ascending."""
+    if size is None or size >= clients:
+        return np.arange(clients)
+    return np.sort(generator(seed, Purpose.EVALUATION).choice(clients, size, replace=False))
 
 
 def _refuse_contradictions(
@@ -438,6 +453,7 @@ class _Simulation:
     Args:
         rules: The rules of the rounds.
         data: The clients' data, on the run's device and in its precision.
+        sample: The clients that evaluations measure, ascending.
         faults: As in `simulate`.
         callbacks: As in `simulate`.
         measures: As in `simulate`.
@@ -450,6 +466,7 @@ class _Simulation:
 
     rules: Rules
     data: FederatedData
+    sample: np.ndarray
     faults: FaultPlan | None
     callbacks: Sequence[Callback]
     measures: Mapping[str, Measure]
@@ -458,6 +475,17 @@ class _Simulation:
     every: int
     progress: bool | None
     aggregation: Adder | None
+
+    @cached_property
+    def measured(self) -> FederatedData:
+        """Return the data in which the clients outside the sample have training rows alone."""
+        if len(self.sample) == self.data.clients:
+            return self.data
+        splits = {
+            name: split if name == "train" else split.only(self.sample)
+            for name, split in self.data.splits.items()
+        }
+        return replace(self.data, splits=splits)
 
     def rounds(self, result: Result, crew: Crew) -> Result:
         """Return the run after its remaining rounds, or after that with which a callback
@@ -514,7 +542,7 @@ class _Simulation:
         """
         # Before aggregation, a part that training does not change would predict as no one has
         # trained it.
-        test = self.data.test if evaluates and touched(result.algorithm) else None
+        test = self.measured.test if evaluates and touched(result.algorithm) else None
 
         def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], Collector | None]:
             transport = OneMachine(local, result.state, crew, test, self.faults)
@@ -540,28 +568,36 @@ class _Simulation:
         """Add the measures of the models to the last row of the history, and return the run with
         what was fitted for them.
         """
-        history, state = result.history, result.state
+        history, state, data = result.history, result.state, self.measured
         if before is not None and not before.empty:
-            self._note(history, "before_pool", before.predictions(), self.data.test)
-        here = Here(local, state, self.data, crew, self.aggregation)
+            self._note(history, "before_pool", before, data.test)
+        here = Here(local, state, data, crew, self.aggregation, self.sample)
         known = answered(local.algorithm, state.server, {}, here)
-        splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
-        predicted = predict.personal(local, state, list(splits.values()), crew, known=known)
+        splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
+        predicted = predict.personal(
+            local, state, list(splits.values()), crew, known=known, ids=self.sample
+        )
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
             self._note(history, PREFIXES[name], predictions, split)
-        shared = predict.shared(local, state, self.data.test)
+        shared = predict.shared(local, state, data.test)
         if shared is not None:
-            self._note(history, "global", shared, self.data.test)
+            self._note(history, "global", shared, data.test)
+        if len(self.sample) < self.data.clients:
+            # What a sample has answered is not what the federation does.
+            return result
         return replace(result, after=answers_of(known, result.algorithm))
 
-    def _note(
-        self, history: History, prefix: str, predictions: Predictions, split: ClientData
-    ) -> None:
+    def _note(self, history: History, prefix: str, predicted: Collector, split: ClientData) -> None:
         """Add the library's measures of some predictions, and the user's."""
-        found = predictions.summary(split)
-        own = measured(self.measures, predictions, split, found)
+        parts = predicted.parts()
+        known = parts.measured()
+        found, own = known.summary(), {name: np.zeros(split.clients) for name in self.measures}
+        for part in parts:
+            each = measured(self.measures, part.predictions, split, found, part.ids)
+            for name, values in each.items():
+                own[name][part.ids] = values
         found |= means(own)
         history[-1].update({f"{prefix}_{name}": value for name, value in found.items()})
         if self.recorded:
-            each = by_client(predictions, split) | own
+            each = known.table() | own
             history.record({f"{prefix}_{name}": each[name] for name in self.recorded})

@@ -17,7 +17,6 @@ import bayesfl as bf
 from bayesfl.base.inputs import named
 from bayesfl.data import from_datasets
 from bayesfl.data.mapped import mapped
-from bayesfl.evaluation.predictions import by_client
 from bayesfl.likelihoods import Tokens
 from tests.federation.made import run
 
@@ -92,7 +91,7 @@ def test_labels_of_places_are_filled_up_with_what_is_not_known():
     result = run(
         bf.algorithms.fedavg(Tagger(), likelihood=Tokens(), epochs=1), data, evaluate_every=None
     )
-    table = by_client(result.predict(), data.test)
+    table = result.known_of(data.test).measured().table()
     assert table["examples"].sum() == int((data.test.y[data.test.index] >= 0).sum())
 
 

@@ -175,3 +175,19 @@ def test_a_server_without_the_whole_model_has_no_common_view():
     assert predict.common_view(whole, server) is not None
     assert predict.common_view(whole, {}) is None
     assert predict.common_view(personal, personal.init(2, dtype=torch.float32)) is None
+
+
+def test_a_mixture_predicts_for_a_chunk_as_for_each_client():
+    """Copies of weight 0 take no part, whatever they predict."""
+    data = bf.data.concept_drift("digits", clients=4, seed=0)
+    model = bf.models.mlp(data.inputs, hidden=4, outputs=data.outputs)
+    result = bf.simulate(
+        bf.algorithms.fedem(model), data, rounds=2, dtype=torch.float64, progress=False
+    )
+    pi = result.private["pi"]
+    pi[1] = torch.tensor([0.0, 1.0, 0.0]).to(pi)
+    result.server["components"]["loc"][0, 0] = torch.nan
+    for j, found in ((1, result.predict(draws=0)), (1, result.predict())):
+        alone = result.client(j).predict(data.test.client(j)[0].double())
+        assert_close(found.client(j).probs, alone.probs, atol=1e-12, rtol=0)
+        assert bool(found.client(j).probs.isfinite().all())

@@ -188,7 +188,7 @@ def test_scores_of_another_kind_or_model_are_refused(
 
 def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedData):
     """Predictions of other rows and clients are as they were; fitting names who it is."""
-    (mine,) = served.local_predictions(data.to(dtype=torch.float64).test)
+    ((mine,),) = served.local_predictions(data.to(dtype=torch.float64).test)
     probs = mine.predictions.probs.clone()
     probs[1, 2, 0] = torch.nan
     broken = dataclasses.replace(

@@ -199,3 +199,33 @@ def test_the_table_has_a_row_for_each_client(
         result.table("calibration")
     with pytest.raises(ValueError, match="without its clients' data"):
         bf.load(tmp_path, method).table()
+
+
+def test_a_sample_of_the_clients_is_measured(method: bf.Algorithm, parted: FederatedData):
+    """The same in every round, with the values that it has among all; training is as without."""
+    every = recording(method, parted)
+    some = recording(method, parted, evaluate_clients=2)
+    whole, found = (of.history.clients("personal_nll") for of in (every, some))
+    there = ~np.isnan(found[-1])
+    assert there.sum() == 2
+    measured = ~np.isnan(whole).all(1)
+    assert np.array_equal(np.isnan(found[measured]), np.tile(~there, (measured.sum(), 1)))
+    np.testing.assert_allclose(found[:, there], whole[:, there], rtol=1e-6)
+    assert some.history[-1]["personal_nll"] == pytest.approx(float(found[-1][there].mean()))
+    rows = parted.test.only(np.flatnonzero(there))
+    assert some.history[-1]["global_pooled_nll"] == pytest.approx(
+        bf.metrics.pooled(
+            bf.metrics.nll,
+            *_of_the_server(some, rows),
+        ),
+        rel=1e-6,
+    )
+    for name, t in some.server["w"].items():
+        assert torch.equal(t, every.server["w"][name])
+
+
+def _of_the_server(result: Result, rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The predictions of the server's network for the rows, their labels and mask."""
+    x = rows.take(rows.index)
+    probs = result.model()(x.to(result.dtype)).softmax(-1)
+    return probs[None], rows.y[rows.index][None], torch.ones(1, len(x), dtype=torch.bool)
