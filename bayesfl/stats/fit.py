@@ -411,8 +411,8 @@ class Fit(Refits):
         here, there = (fit._asked("used rows", key) for fit in (self, other))
         if others := [site for site in here | there if here.get(site) != there.get(site)]:
             raise ValueError(
-                f"the fits are of other rows of {others}; fit both to the same sites, and to rows "
-                "that are complete for both, by also= in tables"
+                f"the fits are of other rows of {others}, as where other columns have gaps: name "
+                "the columns of both in tables(also=...), and fit both to the same sites"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
@@ -569,7 +569,8 @@ class Fit(Refits):
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
             raise ValueError(
-                f"there is no {question} of this fit{why}; those are {list(self.further)}"
+                f"there is no {question} of this fit{why}; there is "
+                + ", ".join(name for name in self.further if name.isidentifier())
             )
         with self.released.also():
             return self.further[question](*given, **options)

@@ -164,8 +164,8 @@ def _matrix(text: str, spec: Any, rows: Any, site: str) -> tuple[Any, np.ndarray
             f"formula {text!r} cannot be evaluated at site {site!r} of {[*rows]}: "
             f"{'it has text, dates or spans of time' if isinstance(error, TypeError) else error} "
             "(parts make numbers of a row by itself, without learning from others: of text C(..., "
-            "levels=[...]), of a date (day - np.datetime64('2020-01-01')) / "
-            "np.timedelta64(1, 'D'))"
+            "levels=[...]), of a date {(day - np.datetime64('2020-01-01')) / "
+            "np.timedelta64(1, 'D')})"
         ) from error
 
 

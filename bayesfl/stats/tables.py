@@ -70,7 +70,7 @@ class Site:
     rows: str = ""
     policy: Policy | None = None
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    """What `held` and `row_hashes` have returned."""
+    """Results of `held` and `row_hashes`, which take long."""
 
     @property
     def counts(self) -> Tensor:

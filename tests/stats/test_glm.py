@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 import bayesfl as bf
-from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.families import FAMILIES, _remainder
 from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, pooled, sites
 
 sm = pytest.importorskip("statsmodels.api", reason="statsmodels is not installed")
@@ -638,3 +638,17 @@ def test_outcomes_outside_a_family_are_refused():
             bf.stats.glm(given, family=family)
     with pytest.raises(ValueError, match="prior= is for families"):
         bf.stats.glm(sites("gaussian"), family="gaussian", prior=1.0)
+
+
+def test_stirlings_remainder_with_its_derivatives():
+    """On both sides of where the series begins; what is left of scipy's functions is small."""
+    x = torch.linspace(10, 40, 61, dtype=torch.float64)
+    found, at = _remainder(x), x.numpy()
+    log = np.log(at)
+    wanted = (
+        special.gammaln(at) - (at - 0.5) * log + at - np.log(2 * np.pi) / 2,
+        special.digamma(at) - log + 0.5 / at,
+        special.polygamma(1, at) - 1 / at - 0.5 / at**2,
+    )
+    for ours, theirs, tolerance in zip(found, wanted, (1e-13, 1e-14, 1e-12), strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=tolerance)

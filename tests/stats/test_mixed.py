@@ -471,3 +471,19 @@ def test_modes_of_the_caller_change_nothing(mode: Any, family: Any):
     with mode():
         found = bf.stats.mixed(sites(family), family=family, draws=200).table()
     pd.testing.assert_frame_equal(found, wanted, check_exact=True)
+
+
+def test_an_offset_is_in_the_outcomes_unit():
+    """The fit is that to outcomes less the offset."""
+    rng = np.random.default_rng(0)
+    given = {}
+    for place, site in enumerate("abc"):
+        known, x = rng.normal(0, 30, 30), rng.normal(size=30)
+        y = 20 * x + 50 * place + rng.normal(0, 9, 30)
+        given[site] = pd.DataFrame({"x": x, "known": known, "less": y, "y": y + known})
+    fits = [
+        bf.stats.mixed(bf.stats.tables(given, terms=["x"], **named), family="gaussian", draws=300)
+        for named in ({"outcome": "y", "offset": "known"}, {"outcome": "less"})
+    ]
+    offset, less = (fit.table()["REML"].to_numpy() for fit in fits)
+    np.testing.assert_allclose(offset, less, rtol=1e-6)

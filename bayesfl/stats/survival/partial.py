@@ -99,9 +99,9 @@ class PartialLikelihood(OfTimes):
         return state | found | after, done
 
     def _shared(self, theta: Tensor, total: Tensors) -> Tensors:
-        """Return `efron.hazards` with the Hessian, and whether rows are `followed` until each time,
-        and `coarser`: Newton's step to the minimum where
-        neighbouring times are joined in pairs, [p].
+        """Return `efron.hazards` with the Hessian, whether rows are `followed` until each time,
+        and `coarser`, Newton's step to the minimum where neighbouring times are joined in pairs,
+        [p].
         """
         joined = efron.paired(total, len(total["weight"]) // len(self.strata.levels))
         _, slope, hessian = self._penalised(theta, _likelihood(joined))
