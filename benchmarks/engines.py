@@ -12,15 +12,14 @@ repetition, so that a disturbance of the machine falls on both. Seconds are wall
 the resident memory that a side adds (in a process of its own) stand beside. Results:
 benchmarks/results/engines.json.
 
-With --against, our own rounds are timed in this tree and in a checkout of another commit, in
-processes that take turns, and a row's figure is the median of the ratios of neighbouring processes;
-at most 3 % more is allowed. Results: benchmarks/results/against.json.
+With --against, our own rounds are timed in this tree and in a checkout of another commit, by two
+processes that take turns round by round, and a row's figure is the median of the ratios of
+neighbouring rounds; at most 3 % more is allowed. Results: benchmarks/results/against.json.
 """
 
 import contextlib
 import copy
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -51,10 +50,10 @@ from bayesfl.optim import SGD
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
 HEAVY = SGD(LR, MOMENTUM)
 REST = {"2 workers": 0.08, "1 worker": 0.05}
-PAIRS, SLOWER = 7, 1.03
+PAIRS, SLOWER = 40, 1.03
 ROUNDS = """
-import json, sys
-tree, name, side, quick, rounds = sys.argv[1:]
+import sys
+tree, name, side, quick = sys.argv[1:]
 sys.path[:0] = [tree, tree + "/benchmarks"]
 import torch
 torch.set_num_threads(1)
@@ -62,9 +61,11 @@ import bayesfl, engines
 assert bayesfl.__file__.startswith(tree), bayesfl.__file__
 one_round = engines.rows(quick == "quick")[name].sides[side]()
 one_round()
-print(json.dumps([one_round() for _ in range(int(rounds))]))
+one_round()
+for _ in sys.stdin:
+    print("seconds", one_round(), flush=True)
 """
-"""A program that times rounds in one tree after one that warms up, under earlier commits, too."""
+"""A program that times a round of a tree, also of an earlier commit, for each line that it reads."""
 Round = Callable[[], float]  # which gives its seconds
 Make = Callable[[], Round]
 Data = Callable[[], FederatedData]
@@ -527,22 +528,16 @@ def memory(name: str, side: str, quick: bool) -> float:
 def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, float]]:
     """Our rounds here and in a checkout of `commit`: medians over pairs of processes."""
     here, found = str(script.ROOT), {}
-    size = ("quick", "2") if quick else ("whole", "5")
     with tempfile.TemporaryDirectory() as there:
         subprocess.run(["git", "clone", "--quiet", here, there], check=True)
         subprocess.run(["git", "-C", there, "checkout", "--quiet", commit], check=True)
-
-        def seconds(tree: str, name: str, side: str) -> float:
-            command = [sys.executable, "-c", ROUNDS, tree, name, side, *size]
-            options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-            said = subprocess.run(command, cwd=there, **options).stdout
-            return statistics.median(json.loads(said.splitlines()[-1]))
-
         for name, side in itertools.product(names, ("1 worker", "2 workers")):
             times: dict[str, list[float]] = {here: [], there: []}
-            for turn in range(2 if quick else PAIRS):
-                for tree in (here, there) if turn % 2 else (there, here):
-                    times[tree].append(seconds(tree, name, side))
+            with contextlib.ExitStack() as stack:
+                ask = {tree: stack.enter_context(rounds(tree, name, side, quick)) for tree in times}
+                for turn in range(2 if quick else PAIRS):
+                    for tree in (here, there) if turn % 2 else (there, here):
+                        times[tree].append(ask[tree]())
             found[f"{name}, {side}"] = row = {
                 "seconds": statistics.median(times[here]),
                 "before": statistics.median(times[there]),
@@ -551,6 +546,26 @@ def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, f
             }
             timing.show(f"{name}, {side}", row)
     return found
+
+
+@contextlib.contextmanager
+def rounds(tree: str, name: str, side: str, quick: bool) -> Iterator[Round]:
+    """Enter a process that does rounds in a tree, one at a call, which returns its seconds."""
+    command = [sys.executable, "-c", ROUNDS, tree, name, side, "quick" if quick else "whole"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tree, **pipes) as process:
+        assert process.stdin is not None  # as these are pipes
+        assert process.stdout is not None
+
+        def one_round() -> float:
+            print(file=process.stdin, flush=True)
+            for line in process.stdout:
+                if line.startswith("seconds"):
+                    return float(line.split()[1])
+            raise RuntimeError(f"no round of {name} was done in {tree}; its error is above")
+
+        yield one_round
+        process.stdin.close()
 
 
 def main() -> None:
