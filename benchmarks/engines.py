@@ -65,7 +65,7 @@ one_round()
 for _ in sys.stdin:
     print("seconds", one_round(), flush=True)
 """
-"""A program that times a round of a tree, also of an earlier commit, for each line that it reads."""
+"""A program that times a round in a tree, of now or of before, for each line that it reads."""
 Round = Callable[[], float]  # which gives its seconds
 Make = Callable[[], Round]
 Data = Callable[[], FederatedData]
