@@ -255,9 +255,13 @@ def differences(
     one: object, other: object, path: str = "", absent: Any = None
 ) -> dict[str, tuple[Any, Any]]:
     """Return the places where two descriptions differ, with what stands there in each; `absent` at
-    a place that one of them lacks.
+    a place that one of them lacks. Of a function or a class that has a source text, the module does
+    not count.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if (source := one.get("source")) is not None and source == other.get("source"):
+            names = [str(of.get("name")).rpartition(".")[2] for of in (one, other)]
+            one = {**one, "name": other.get("name")} if names[0] == names[1] else one
         pairs = [
             (f"{path}.{key}" if path else key, one.get(key, absent), other.get(key, absent))
             for key in dict.fromkeys([*one, *other])
@@ -442,7 +446,10 @@ def network(model: nn.Module) -> dict[str, Any]:
     weights.
     """
     kinds = dict.fromkeys(type(part) for part in model.modules())
-    own = [kind for kind in kinds if not _by_name(kind)]
+    code: dict[str, list[Any]] = {}
+    for kind in kinds:
+        if not _by_name(kind):
+            code.setdefault(kind.__qualname__, []).append(described(kind))
     return {
         "layers": layers(model),
         "held": {name: _held(vars(part), type(part)) for name, part in model.named_modules()},
@@ -452,7 +459,7 @@ def network(model: nn.Module) -> dict[str, Any]:
             for key, of in vars(part).items()
             if key.endswith("_hooks") and of
         ],
-        "code": {f"{_module(kind)}.{kind.__qualname__}": described(kind) for kind in own},
+        "code": code,
     }
 
 

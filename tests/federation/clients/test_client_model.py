@@ -1,5 +1,6 @@
 """One client's own model: what it takes and refuses, as a module, as files, on its own."""
 
+import importlib
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +75,36 @@ def test_it_is_on_its_own(ditto: Result):
             t.zero_()
     for now in (one, ditto.client("Chur")):
         assert torch.equal(now.predict(x).probs, before)
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return {}self.layer(x)
+"""
+
+
+def test_a_class_may_have_moved(named: FederatedData, tmp_path: Path, monkeypatch):
+    """A file loads with the class in another module, if its source is the same."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, sign in (("was_here", ""), ("is_here", ""), ("changed_here", "-")):
+        (tmp_path / f"{module}.py").write_text(NET.format(sign))
+    before, after, other = (
+        importlib.import_module(name).Net() for name in ("was_here", "is_here", "changed_here")
+    )
+    result = run(bf.algorithms.fedavg(before), named, rounds=1)
+    result.client("Bern").save(tmp_path / "Bern")
+    x = torch.randn(4, 8)
+    loaded = bf.load_client(tmp_path / "Bern", after)
+    assert torch.equal(loaded.predict(x).probs, result.client("Bern").predict(x).probs)
+    with pytest.raises(CheckpointError, match=r"code\.Net\[0\]\.(source|holds\.forward\.source)"):
+        bf.load_client(tmp_path / "Bern", other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
