@@ -210,8 +210,8 @@ class Node:
         if reads == "candidates":
             return self._candidates(order)
         if reads == "head":
-            rows, train = (self._of_head(order, name) for name in ("validation", "train"))
-            return LocalHeads([rows], [train], self._ids)
+            rows = self._of_head(order, "validation") if self.examples("validation") else None
+            return LocalHeads([rows], [self._of_head(order, "train")], self._ids)
         if reads == "predictions":
             return self._predicted(order, split)
         return LocalRows(self._of_one(split, order), self._ids)
@@ -265,16 +265,14 @@ class Node:
             "run": [order.round, order.seed, str(order.dtype), order.tolerant],
         }
 
-    def _of_head(self, order: Order, split: str) -> Rows | None:
-        """Return what this client's rows in a split say of its last layer, None without rows; they
-        are computed once, and kept in its folder.
+    def _of_head(self, order: Order, split: str) -> Rows:
+        """Return what this client's rows in a split say of its last layer; they are computed once,
+        and kept in its folder.
 
         Raises:
             Refused: They are no longer in the folder, and the request has no model by which to make
                 them.
         """
-        if not self.examples(split):
-            return None
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
         made_by = self._made_by(order, "common", "own") | {"head": rows}
         states = self._states(order.experiment)
