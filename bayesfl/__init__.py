@@ -32,7 +32,7 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration, detection, metrics, plots
 from bayesfl.federation.clients.asking import survey
 from bayesfl.federation.clients.client_model import ClientModel, load_client
-from bayesfl.federation.clients.heads import with_heads
+from bayesfl.federation.clients.pooling import with_heads
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.private.privacy import ClientPrivacy
 from bayesfl.federation.private.secure import SecureSum

@@ -563,9 +563,12 @@ def laplace_of_heads(fed: Federation, result: Any) -> Belief:
 
 def own_heads(fed: Federation, result: Any) -> Belief:
     """Heads of clients' own, whose centre and tau are estimates."""
-    mean, variance = FullGaussian().moments(result.heads().private["own_head"])
-    parts = (map(intercept_first, t.double()) for t in (mean, variance.sqrt()))
-    return Belief(*(padded(list(part)) for part in parts))
+    made, mean, sd = result.heads(), [], []
+    for j in range(len(fed.x)):
+        loc, variance = FullGaussian().moments(made.client(j).view["own_head"])
+        mean.append(intercept_first(loc.double()))
+        sd.append(intercept_first(variance.sqrt().double()))
+    return Belief(padded(mean), padded(sd))
 
 
 def predictions(fed: Federation, result: Any) -> Belief:

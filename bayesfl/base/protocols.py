@@ -255,9 +255,11 @@ class AskingPredictor(Predictor, Protocol):
     """The interface of a predictor that needs what clients answer to surveys.
 
     Its surveys are put to the clients before they predict, in a simulation and over a network. Each
-    says what it `reads` of a client: `rows`, as `LocalRows`, or `predictions`, as
-    `LocalPredictions` by what is known so far. The predictor finds the last states in `given`, by
-    their names; they are not there where clients predict before aggregation, or at the means.
+    says what it `reads` of a client: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions`
+    by what is known so far; or its last layer, `head`, as `LocalHeads` by the predictor's own
+    `rows(algorithm, view, x, y)`, without the model after its first question. The predictor finds
+    the last states in `given`, by their names; they are not there where clients predict before
+    aggregation, or at the means.
     """
 
     def asks(

@@ -22,6 +22,7 @@ from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
+from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
 from bayesfl.posteriors.mixture import responsibilities
@@ -41,6 +42,10 @@ predictions are close to the MAP's.
 SHRUNK = 0.3
 POOLED = "laplace"
 """Under this name clients are told the state of the survey that `PooledLaplace` needs."""
+HEAD = "own_head"
+"""The name of the block of which each client has a Gaussian under `Heads`."""
+HIERARCHY, SCALED = "heads", "heads-scaled"
+"""The names of the surveys that `Heads` needs."""
 PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
@@ -238,8 +243,6 @@ class LinearisedBelief:
             means; None for all of the method's `parts` that draw, which are independent.
         link: As in `LinearisedLaplace`.
         centre: As in `LinearisedLaplace`.
-        width: Name of a number in a client's view by which standard deviations are multiplied, as
-            one that validation data have chosen; None for 1.
 
     Raises:
         ValueError: `link` is not `per_class` and `centre` is False.
@@ -258,16 +261,11 @@ class LinearisedBelief:
     block: str | None = None
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
-    width: str | None = None
     precision = None
     tunes = ""
     grid = ()
+    reads = ()
     needs_data = False
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Return the name of `width`, see `StoredPredictor`."""
-        return () if self.width is None else (self.width,)
 
     def __post_init__(self) -> None:
         refuse_idle_centre(self.link, centre=self.centre)
@@ -311,15 +309,14 @@ class LinearisedBelief:
                 roots.append(layout.leaves(posterior.cholesky(view[name]).mT))
                 variance = torch.zeros_like(variance)
             variances |= layout.leaves(variance)
-        width = 1.0 if self.width is None else view[self.width].double()
         layout = Layout(algorithm.model, tuple(variances))
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
-        variance = (width**2 * layout.ravel(variances).double()).clamp_max(1e29)
+        variance = layout.ravel(variances).double().clamp_max(1e29)
         rows = [variance.new_zeros(0, len(variance))]
         for root in roots:
             count = len(next(iter(root.values())))
             nothing = {key: t.new_zeros(count, *t.shape) for key, t in variances.items()}
-            rows.append(width * layout.ravel(nothing | root).double())
+            rows.append(layout.ravel(nothing | root).double())
         every = torch.ones_like(variance, dtype=torch.bool)
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
         return _Linearised(self, algorithm, view, lambda value: covariance)
@@ -433,9 +430,13 @@ class PooledLaplace:
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, see `StoredPredictor`."""
-        # All clients have the server's weights, so that a view has them, too.
-        inverse = self.question(algorithm, view).posterior(tensors).inverse
-        return _Linearised(self, algorithm, view, lambda value: inverse, tensors)
+
+        @cache
+        def inverse(value: float | None) -> Any:
+            # All clients have the server's weights, so that a view has them, too.
+            return self.question(algorithm, view).posterior(tensors).inverse
+
+        return _Linearised(self, algorithm, view, inverse, tensors)
 
     def _view(self, algorithm: "Algorithm", given: Server) -> View:
         own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
@@ -444,6 +445,107 @@ class PooledLaplace:
     def _layout(self, algorithm: "Algorithm") -> Layout:
         last = self.structure == "last_layer"
         return Layout(algorithm.model, last_layer(algorithm.model) if last else self.pattern)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Predict with a head of each client's own, a Gaussian of all the weights of the block
+    `own_head`, which is the network's last layer; `bf.with_heads` makes methods that have it.
+
+    The clients' surveys find what their heads have in common, a normal prior, and how much of the
+    heads' uncertainty helps predictions (`bayesfl.posteriors.heads`). A client's Gaussian is that
+    of its training rows under this prior; so one that joins later has a head, too.
+
+    Example:
+        >>> plain = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> bf.with_heads(plain).predictor
+        Heads()
+    """
+
+    link: ClassVar[Link] = "contrasts"
+    centre = True
+    precision = None
+    tunes = ""
+    grid = ()
+    reads = ()
+    needs_data = True
+
+    def check(self, algorithm: "Algorithm") -> None:
+        """Raise TypeError for a likelihood of unknown curvature."""
+        check_known(algorithm.likelihood)
+
+    def asks(
+        self, algorithm: "Algorithm", server: Server, known: Mapping[str, Tensors]
+    ) -> tuple[str, Hierarchy | Scaled] | None:
+        """Return the next survey: of what heads have in common, and then of how wide their prior
+        and their predictions are, see `AskingPredictor`.
+        """
+        head = self._head(algorithm)
+        if HIERARCHY not in known:
+            centre = server[HEAD]["loc"].double().cpu()
+            return HIERARCHY, Hierarchy(head, algorithm.layout(HEAD).sizes, centre)
+        return None if SCALED in known else (SCALED, Scaled(head, _on_cpu(known[HIERARCHY])))
+
+    def __call__(
+        self, algorithm: "Algorithm", given: Server, view: View, data: Batch
+    ) -> FittedPredictor:
+        """Return one client's predictor, see `Predictor`; `given` has the surveys' states as
+        `HIERARCHY` and `SCALED`. Without them a client predicts with the head that all share.
+        """
+        if SCALED not in given:
+            return lambda x, **_: _at_mean(algorithm, view, x)
+        prior, scaled = _on_cpu(given[HIERARCHY]), _on_cpu(given[SCALED])
+        prior["tau"] = prior["tau"] * scaled["scale"]
+        rows = self.rows(algorithm, view, data["x"], data["y"])
+        found = FullGaussian().of_moments(*self._head(algorithm).posterior(rows, prior))
+        own = {name: t.to(view[HEAD]["loc"]) for name, t in found.items()}
+        return self.restored(algorithm, view | {HEAD: own}, {"width": scaled["width"]})
+
+    def rows(self, algorithm: "Algorithm", view: View, x: Inputs, y: Tensor) -> Rows:
+        """Return what a client's rows say of its last layer.
+
+        Raises:
+            ValueError: The linear layer that the network declares last does not make its outputs.
+        """
+        layout = algorithm.layout(HEAD)
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
+        found = curvature.last_layer(x)
+        if found is None:
+            raise ValueError(
+                f"the linear layer that the network declares last, {layout.names}, does not make "
+                "its outputs: declare the one that does last in __init__; its weights keep their "
+                "names"
+            )
+        features = found[0]
+        if len(layout.names) == 2:
+            features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
+        return Rows(features.cpu(), y.cpu())
+
+    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+        """Return how much of the Gaussian's width counts, see `StoredPredictor`; the Gaussian
+        itself is in the predictor's view.
+        """
+        assert isinstance(fitted, _Linearised)
+        return fitted.state
+
+    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
+        """Return one client's predictor by the Gaussian in its view, see `StoredPredictor`."""
+        layout = algorithm.layout(HEAD)
+        root = tensors["width"].double() * FullGaussian().cholesky(view[HEAD]).double()
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
+        every = root.new_ones(layout.size, dtype=torch.bool)
+        covariance = Covariance(curvature, root.new_zeros(layout.size), root, 1, every, None)
+        return _Linearised(self, algorithm, view, lambda value: covariance, tensors)
+
+    @staticmethod
+    def _head(algorithm: "Algorithm") -> Head:
+        layout = algorithm.layout(HEAD)
+        outputs = layout.shapes[layout.names[0]][0]
+        return Head(outputs, len(layout.names) == 2, algorithm.likelihood)
+
+
+def _on_cpu(state: Tensors) -> Tensors:
+    return {name: t.cpu() for name, t in state.items()}
 
 
 def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
@@ -679,10 +781,10 @@ class _Linearised:
         view: The client's view.
         inverse: Function from the prior precision that is tuned, or None, to the covariance of the
             weights.
-        state: The state of the survey that `PooledLaplace` needs.
+        state: What is stored of the surveys that `PooledLaplace` and `Heads` need.
     """
 
-    rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace"
+    rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace | Heads"
     algorithm: "Algorithm"
     view: View
     inverse: Callable[[float | None], Any]

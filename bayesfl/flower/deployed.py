@@ -18,7 +18,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import POOLED
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
-from bayesfl.federation.clients import heads
+from bayesfl.federation.clients import pooling
 from bayesfl.federation.clients.after import Known, answers_of, known_of
 from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.run import warm
@@ -289,14 +289,14 @@ def opened(
             f"{type(start).__name__}; bf.simulate(start=) takes a Result"
         )
     if isinstance(start, Deployed):
-        algorithm, found = heads.trained(algorithm, identity(start.algorithm)), start
+        before, found = pooling.trained(algorithm, identity(start.algorithm)), start
     else:
-        algorithm = heads.trained(algorithm, files.read(start, DEPLOYMENT)["algorithm"])
-        found = read_deployed(start, algorithm, same=False)[0]
+        before = pooling.trained(algorithm, files.read(start, DEPLOYMENT)["algorithm"])
+        found = read_deployed(start, before, same=False)[0]
     same_network("start", identity(found.algorithm), algorithm)
     check_state(
         "start",
-        algorithm,
+        before,
         found.server,
         found.start,
         clients=found.clients,
@@ -308,7 +308,9 @@ def opened(
             f"start is in {found.dtype}, as are the states that its clients keep; pass "
             f"dtype={found.dtype}, got {dtype}"
         )
-    return found
+    if before is algorithm:
+        return found
+    return replace(found, server=pooling.servers_state(before, found.server, algorithm))
 
 
 def begun(
@@ -337,8 +339,6 @@ def begun(
                 "name its client",
                 twice,
             )
-    elif heads.makes(algorithm) and not heads.makes(before.algorithm):
-        server = heads.carried(before.algorithm, before.server, algorithm, clients)
     else:
         new, old = warm.matched(algorithm, names, before.names or ("",) * before.clients)
         server = warm.carried(
@@ -350,8 +350,6 @@ def begun(
             tuple(map(known.get, range(clients))),
             {name: before.initial(name) for name in sorted(initial)},
         )
-    if past is None and heads.makes(algorithm):
-        past = Before((None,) * clients, {})  # as all adapt to what they have in common
     return Deployed(
         algorithm,
         settings,
@@ -365,6 +363,7 @@ def begun(
         before=past,
         began=METHODS_START if before is None else before.origin,
         calibration=calibration,
+        after=() if before is None else answers_of(known_of(before.after, algorithm), algorithm),
     )
 
 

@@ -13,10 +13,8 @@ from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients import heads
 from bayesfl.federation.clients.after import next_question
 from bayesfl.flower import records
-from bayesfl.posteriors.heads import SCALES, WIDTHS
 
 HELLO = {
     "protocol": "version of the messages",
@@ -69,13 +67,6 @@ def leaves(
         ['body.loc', 'head.loc', 'rho2', 'train_nll']
     """
     found = [Sent("once, at the start", name, 1, what) for name, what in HELLO.items()]
-    if heads.makes(algorithm):
-        question = heads.hierarchy(algorithm, algorithm.init(1))
-        sums = "sums over training rows: how the client's head lies to the centre of all"
-        for name, shape in question.shapes(question.start(None)).items():
-            found.append(Sent("each of the first questions", name, math.prod(shape), sums))
-        nll = "sums over validation rows, in nats, of each width of prior and predictions"
-        found.append(Sent("once after them", "nll", len(SCALES) * len(WIDTHS), nll))
     when = "each round of its cohort"
     for name, (shape, _) in algorithm.uplink(algorithm.init(1)).items():
         of = name.split(".")[0]

@@ -28,8 +28,8 @@ from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
-from bayesfl.federation.clients import heads, surveying
-from bayesfl.federation.clients.after import next_question
+from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients.after import last_layers, next_question
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
@@ -203,15 +203,15 @@ class Node:
 
     def _known(self, order: Order, split: str, reads: str) -> Any:
         """Return what this client knows of itself for the survey that asks: rows, how candidates
-        fit, or predictions.
+        fit, its last layer, or predictions.
         """
-        if order.survey in (heads.HIERARCHY, heads.SCALED):
-            of_split, train = (self._of_head(order, name) for name in (split, "train"))
-            return LocalHeads([of_split], [train], self._ids)
         if order.survey.isdecimal():
             return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
         if reads == "candidates":
             return self._candidates(order)
+        if reads == "head":
+            rows = self._of_head(order, "validation") if self.examples("validation") else None
+            return LocalHeads([rows], [self._of_head(order, "train")], self._ids)
         if reads == "predictions":
             return self._predicted(order, split)
         return LocalRows(self._of_one(split, order), self._ids)
@@ -223,16 +223,13 @@ class Node:
             Refused: There is none of that name.
         """
         name = order.survey
-        asks = next_question(self.algorithm, order.common, order.told) if order.whole else None
-        if asks is not None and asks[0] == name:
-            return asks[1]
-        if name == heads.HIERARCHY and heads.makes(self.algorithm):
-            # Its answers do not depend on the centre at first.
-            return heads.hierarchy(self.algorithm, self.algorithm.init(1))
-        if name == heads.SCALED and heads.makes(self.algorithm):
-            return heads.scaled(self.algorithm, order.survey_states[heads.HIERARCHY])
         if name.isdecimal() and int(name) < len(self.calibration):
             return self.calibration[int(name)]
+        # Questions without the model do not depend on it.
+        server = order.common if order.whole else self.algorithm.init(1)
+        asks = next_question(self.algorithm, server, order.told)
+        if asks is not None and asks[0] == name:
+            return asks[1]
         raise Refused(
             f"the server asks for survey {name!r}, which this client does not have; ship the same "
             "app to both"
@@ -277,12 +274,12 @@ class Node:
                 them.
         """
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
-        made_by = self._made_by(order, "common", "own", "told") | {"head": rows}
+        made_by = self._made_by(order, "common", "own") | {"head": rows}
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             self._refuse_lost(order, split)
-            own = self._received(order)
-            found = vars(heads.rows_of(self.algorithm, own, self._of_one(split, order), 0))
+            (made,) = last_layers(*self._finetuned(order), self._split(split, order))
+            found = vars(made)
             states.write_kept(split, made_by, found)
         return Rows(**found)
 
@@ -423,7 +420,7 @@ class Node:
                     if isinstance(t, Tensor) and key != "mask"
                 }
                 self._states(order.experiment).write_predictions(order.round, kept)
-        if order.calibrated:
+        if order.calibrated or not self.calibration:  # the last that is asked about this state
             self._states(order.experiment).forget_kept()
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
 

@@ -35,7 +35,7 @@ class Questions:
 
     The first question of a survey brings the model, by which a client predicts once; those that
     answer are the survey's cohort. Further questions go to them alone, without the model but for
-    surveys of the method's predictor.
+    surveys of the method's predictor that do not read the last layer alone.
 
     Args:
         network: The connection to the clients.
@@ -96,8 +96,9 @@ class _Asked:
         asked = (
             self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
         )
-        # A predictor's survey is made of the model, which a client does not keep.
-        whole = first or hasattr(self._survey, "reads")
+        # A predictor's survey is made of the model, which a client does not keep; one of heads is
+        # made of what the client keeps.
+        whole = first or getattr(self._survey, "reads", "head") != "head"
         messages = self._questions.request(
             np.array(asked, np.int64),
             survey=self._name,

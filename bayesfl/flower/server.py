@@ -24,7 +24,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients import heads, surveying
+from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.after import Known, answered, answers_of
 from bayesfl.federation.clients.predict import value_of
 from bayesfl.federation.clients.tuning import needs_validation, no_validation
@@ -317,7 +317,6 @@ class _Service:
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
             places = state.before.places
-            state = self._with_heads(state)
             state = self._adapted(
                 state,
                 [j for j, place in enumerate(places) if place is None and not state.base[j]],
@@ -335,25 +334,6 @@ class _Service:
             if isinstance(best, Deployed) and best.experiment == state.experiment:
                 named.append(best.base)
         return named
-
-    def _with_heads(self, state: Deployed) -> Deployed:
-        """Return the state with the prior of heads, for which clients are asked once.
-
-        Raises:
-            FailedSurvey: A survey was given up.
-        """
-        if not heads.lacks_prior(state.algorithm, state.server):
-            return state
-        ask, outputs = self._questions(state).conduct, self._outputs(state)
-        server = heads.with_prior(
-            state.algorithm,
-            state.server,
-            lambda survey, name, before: ask(survey, name, outputs, before),
-            validates=bool(self.network.roster.having("validation")),
-        )
-        state = replace(state, server=server)
-        self.save(state)
-        return state
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does

@@ -182,7 +182,7 @@ class LocalHeads:
     """Hold what clients know of their last layers when they are asked.
 
     Args:
-        rows: Each client's rows on the question's split; None without any.
+        rows: Each client's validation rows; None without any.
         train: Each client's training rows.
         ids: The clients' numbers in the federation, [J].
     """
@@ -208,6 +208,8 @@ class Hierarchy:
     sizes: tuple[int, ...]
     start_at: Tensor
     split = "train"
+    reads = "head"
+    sums = "how the client's head lies to the centre of all"
 
     def start(self, about: Any, /) -> Tensors:
         """Return centre and tau at first: of each tensor the root mean square of its weights."""
@@ -339,9 +341,10 @@ def _moved(width: Tensor, step: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A survey of validation rows, which chooses by their negative log likelihood how wide the
-    prior of heads is, and how much of the heads' uncertainty predictions have. It ends with the
-    multiples of tau, `scale`, and of the heads' standard deviations, `width`.
+    """A survey of heads, which chooses by the negative log likelihood of validation rows how wide
+    the prior of heads is, and how much of the heads' uncertainty predictions have. It ends with the
+    multiples of tau, `scale`, and of the heads' standard deviations, `width`: 1 where no client has
+    such rows.
 
     Args:
         head: The layer.
@@ -350,7 +353,9 @@ class Scaled:
 
     head: Head
     prior: Tensors
-    split = "validation"
+    split = "train"
+    reads = "head"
+    sums = "how the head predicts validation rows under each width of prior and head, in nats"
 
     def start(self, about: Any, /) -> Tensors:
         """Return nothing."""
@@ -378,5 +383,7 @@ class Scaled:
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the multiples of the least sum."""
+        if not total["nll"].any():
+            return {"scale": torch.tensor(1.0), "width": torch.tensor(1.0)}, True
         width, scale = divmod(int(total["nll"].argmin()), len(SCALES))
         return {"scale": torch.tensor(SCALES[scale]), "width": torch.tensor(WIDTHS[width])}, True

@@ -60,7 +60,8 @@ def lost(algorithm: Algorithm) -> list[str]:
     nothing.
     """
     if not algorithm.phases:
-        return [] if algorithm.adapt else ["the method has no phases, so that nothing is trained"]
+        learns = algorithm.adapt or hasattr(algorithm.predictor, "asks")
+        return [] if learns else ["the method has no phases, so that nothing is trained"]
     told = []
     for name in dict.fromkeys(name for phase in algorithm.phases for name in trained(phase)):
         block = algorithm.blocks[name]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
 from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.trees import flatten
+from bayesfl.composition.predictors import HIERARCHY, SCALED
 from bayesfl.data import FederatedData
-from bayesfl.federation.clients.heads import HIERARCHY
 from bayesfl.flower import load
 from bayesfl.flower.leaving import leaves
 from bayesfl.posteriors import heads
@@ -24,7 +23,6 @@ from tests.flower.made import (
     assert_same,
     deploy,
     grid_of,
-    private,
     simulated,
 )
 
@@ -50,8 +48,8 @@ def method(name: str, parted: FederatedData) -> bf.Algorithm:
 
 @pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.slow), "fedper"])
 def test_heads_are_the_simulations(name: str, parted: FederatedData, tmp_path: Path):
-    """On the server, in its checkpoint, on the nodes' disks, in predictions and clients' files; a
-    server that is started again asks nothing twice.
+    """On the server, in its checkpoint, in predictions and clients' files; a server that is started
+    again asks nothing twice.
     """
     trained = method(name, parted)
     sim = simulated(trained, parted).heads()
@@ -66,12 +64,14 @@ def test_heads_are_the_simulations(name: str, parted: FederatedData, tmp_path: P
     found = deploy(algorithm, parted, tmp_path, grid, **start)
     for one in (found, load(tmp_path / "heads", algorithm)):
         assert_same(one, tmp_path, sim, atol=1e-9)
+        assert_close(one.answers, sim.answers, atol=1e-9, rtol=0)
     assert_predicts(found, tmp_path, sim, atol=1e-9)
     own = bf.load_client(tmp_path / f"node-101/{found.experiment}/client-1", algorithm)
     rows, probs = parted.test.client(1)[0], sim.predict()
     assert_close(own.predict(rows).probs, probs.client(1).probs, atol=1e-9, rtol=0)
     measured = probs.summary(parted.test)["nll"]
     assert found.history[-1]["personal_nll"] == pytest.approx(measured, abs=1e-9)
+    assert not list(tmp_path.rglob("survey-*"))
     sent = len(grid.sent)
     deploy(algorithm, parted, tmp_path, grid, **start)
     kinds = {m.metadata.message_type for m in grid.sent[sent:]}
@@ -80,8 +80,8 @@ def test_heads_are_the_simulations(name: str, parted: FederatedData, tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:the run before has 3 clients")
 def test_what_is_asked_and_what_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Questions after the first go without the model; without validation rows nothing is scaled; a
-    new client adapts to the prior that is there.
+    """Questions after a survey's first go without the model and earlier answers; without validation
+    rows nothing is scaled; who joins has a head under the prior that is there.
     """
     monkeypatch.setattr(heads, "KNOWN", 10.0)
     bare = few(4)
@@ -91,47 +91,23 @@ def test_what_is_asked_and_what_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     grid = grid_of(algorithm, bare.select(range(3)), tmp_path)
     found = deploy(algorithm, bare.select(range(3)), tmp_path, grid, start=first, rounds=0)
     surveys = [m for m in grid.sent if m.metadata.message_type == "evaluate.survey"]
-    assert {asked(m, "survey") for m in surveys} == {HIERARCHY}
-    assert [asked(m, "whole") for m in surveys] == [True] * 3 + [False] * (len(surveys) - 3)
+    names = [asked(m, "survey") for m in surveys]
+    more = len(names) - 6
+    assert names == [HIERARCHY] * (3 + more) + [SCALED] * 3
+    whole = [True] * 3 + [False] * more + [True] * 3
+    assert [asked(m, "whole") for m in surveys] == whole
+    for part in ("common", "own"):
+        assert [part in m.content for m in surveys] == whole
+    assert ["told" in m.content for m in surveys] == [False] * (3 + more) + [True] * 3
+    assert_close(found.answers[SCALED], {"scale": torch.tensor(1.0), "width": torch.tensor(1.0)})
     grid = grid_of(algorithm, bare, tmp_path)
     later = deploy(algorithm, bare, tmp_path, grid, start=found, rounds=0, seed=9)
     assert_close(flatten(later.server), flatten(found.server))
     assert not any(m.metadata.message_type == "evaluate.survey" for m in grid.sent)
-    sim = simulated(trained, bare.select(range(3))).heads().adapt(bare)
-    assert_close(private(later, tmp_path), flatten(sim.private), atol=1e-9, rtol=0)
+    assert_predicts(later, tmp_path, simulated(trained, bare.select(range(3))).heads().adapt(bare))
     sizes = {one.name: one.size for one in leaves(algorithm) if "head" in one.what}
     assert sizes["information"] == 8**2
     assert sizes["pull"] == 8
-
-
-def test_a_node_that_is_lost_adapts_later(
-    parted: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """To the prior that the others have found."""
-    monkeypatch.setattr(heads, "KNOWN", 10.0)
-    trained = method("fedavg", parted)
-    first = deploy(trained, parted, tmp_path)
-    algorithm = bf.with_heads(trained)
-    silent: list[bool] = []
-
-    def alter(client: int, message: Message, reply: Message) -> Message | None:
-        lost = client == 2 and message.metadata.message_type == "train.adapt" and silent
-        return None if lost else reply
-
-    start: dict[str, Any] = {
-        "start": first,
-        "rounds": 0,
-        "checkpoint": tmp_path / "heads",
-        "timeout": 0.5,
-    }
-    silent.append(True)
-    found = deploy(algorithm, parted, tmp_path, alter=alter, **start)
-    assert [bool(name) for name in found.base] == [True, True, False]
-    silent.clear()
-    again = deploy(algorithm, parted, tmp_path, alter=alter, **start)
-    assert all(again.base)
-    sim = simulated(trained, parted).heads()
-    assert_same(again, tmp_path, sim, atol=1e-9)
 
 
 def test_a_pooled_posterior_after_training(parted: FederatedData, tmp_path: Path):

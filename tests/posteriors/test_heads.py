@@ -168,7 +168,9 @@ def test_the_grid_integrates_over_centre_and_tau(monkeypatch: pytest.MonkeyPatch
 
 
 def test_validation_rows_are_scored_at_each_multiple_of_tau():
-    """With no width all are one; rows of a client without any count nothing."""
+    """With no width all are one; rows of a client without any count nothing, and where no one has
+    any all stays as it is.
+    """
     rows = [made(3, 20, seed, classes=True) for seed in range(2)]
     head = Head(3, True, Categorical())
     centre = torch.from_numpy(np.random.default_rng(0).normal(size=12))
@@ -184,6 +186,8 @@ def test_validation_rows_are_scored_at_each_multiple_of_tau():
     wanted = torch.nn.functional.cross_entropy(outputs, rows[1].y, reduction="sum")
     np.testing.assert_allclose(found[0], np.full((3, 4), float(wanted)), rtol=1e-5)
     assert not found[1].any()
+    unscaled, _ = survey.solve({}, {"nll": found[1]})
+    assert {name: float(t) for name, t in unscaled.items()} == {"scale": 1.0, "width": 1.0}
     wide = replace(survey, prior=prior | {"tau": 1 + 0 * prior["tau"]})
     total = wide.answer({}, LocalHeads([rows[1], None], rows, np.arange(2)))["nll"].sum(0)
     mean, covariance = head.posterior(rows[0], wide.prior | {"tau": 2 * wide.prior["tau"]})

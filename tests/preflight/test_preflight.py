@@ -20,6 +20,7 @@ from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
+from bayesfl.preflight.methods import lost
 
 ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
 
@@ -470,6 +471,7 @@ def test_what_is_learnt_in_vain_is_warned_of(model: nn.Module, clients: Federate
         method(pool=None, keep=True),
     ):
         bf.simulate(silent, clients, **ONCE)
+    assert not lost(bf.with_heads(bf.algorithms.fedavg(model)))  # clients' answers fit it
 
 
 class Squeezed(nn.Module):

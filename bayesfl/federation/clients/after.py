@@ -8,18 +8,20 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Tensors
 from bayesfl.base.surveys import Survey, answers, conduct
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.surveys import Outputs, Parts
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.asking import LocalRows, ask
-from bayesfl.federation.clients.local import Local, State
+from bayesfl.federation.clients.local import Done, Local, State
 from bayesfl.federation.clients.surveying import Adder, added, ask_here, asked
 from bayesfl.federation.store.identity import Answer, reading
+from bayesfl.posteriors.heads import LocalHeads, Rows
 
 Known: TypeAlias = Mapping[str, Tensors]
 """The last states of the surveys of a method's predictor, by their names."""
@@ -79,6 +81,23 @@ def answers_of(known: Known, algorithm: Algorithm) -> tuple[Answer, ...]:
     return tuple(Answer(name, state, reading(algorithm)) for name, state in known.items())
 
 
+def last_layers(local: Local, done: Done, split: ClientData | None) -> list[Rows | None]:
+    """Return what the rows of a chunk's clients say of their last layers; None without rows.
+
+    Args:
+        local: The clients' local work.
+        done: Its outcome, with whose views the clients predict.
+        split: The rows; None where there are none.
+    """
+    rule: Any = local.algorithm.predictor
+    return [
+        rule.rows(local.algorithm, tree_map(lambda t, c=c: t[c], done.views), *split.client(j))
+        if split is not None and split.counts[j]
+        else None
+        for c, j in enumerate(done.ids.tolist())
+    ]
+
+
 @dataclass(frozen=True)
 class Here:
     """Put surveys to clients that are all on this machine.
@@ -105,6 +124,8 @@ class Here:
         reads = getattr(survey, "reads", "rows")
         if reads == "candidates":
             return conduct(survey, self._by_chunk(survey, known), outputs)
+        if reads == "head":
+            return conduct(survey, ask_here(survey, self._heads(), self.aggregation), outputs)
         if reads == "rows":
             rows = LocalRows(split, np.arange(split.clients))
             return conduct(survey, ask(survey, rows, self.aggregation), outputs)
@@ -133,3 +154,15 @@ class Here:
             return added(np.concatenate([ids for ids, _ in parts]), found, self.aggregation)
 
         return ask
+
+    def _heads(self) -> LocalHeads:
+        """Return what all clients know of their last layers."""
+
+        def work(ids: np.ndarray) -> tuple[np.ndarray, list[list[Any]]]:
+            done = self.state.finetuned(self.local, ids)
+            splits = (self.data.splits.get("validation"), self.data.train)
+            return ids, [last_layers(self.local, done, split) for split in splits]
+
+        parts = list(self.crew.over(self.local.chunked(), work))
+        rows, train = ([one for _, of in parts for one in of[split]] for split in range(2))
+        return LocalHeads(rows, train, np.concatenate([ids for ids, _ in parts]))

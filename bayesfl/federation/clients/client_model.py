@@ -588,6 +588,7 @@ def client_model(
     rule = algorithm.predictor
     told = {**given, **known}
     predictor = None if rule is None else rule(algorithm, told, view, train or {})
+    view = getattr(predictor, "view", view)  # with the beliefs that the rule made of the rows
     names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, Outline) and data.transform is not None:

@@ -1,10 +1,20 @@
-"""The method by which clients predict with the posterior of the server's model on the rows of
-all.
+"""Methods by which clients predict with what a federation has trained, and which train nothing: the
+posterior of the server's model on the rows of all, and heads of clients' own.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
 from bayesfl.base.protocols import Predictor, Server
+from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
+from bayesfl.composition.predictors import HEAD, Heads
+from bayesfl.federation.settings import Method
+from bayesfl.posteriors.full_gaussian import FullGaussian
 
 
 def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
@@ -27,9 +37,124 @@ def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
     )
 
 
+@options.method()
+def with_heads(method: Method) -> Algorithm:
+    """Give every client its own head on the body that another method trains for all: a Gaussian
+    with full covariance, under a normal prior that all heads share.
+
+    It trains nothing: `result.heads()` makes its federation of a trained one, and it loads what
+    that has saved. Over Flower, `bayesfl.flower.serve(grid, bf.with_heads(method), rounds=0,
+    start=trained, clients=...)` asks the nodes the same questions.
+
+    Args:
+        method: The method that trains the network.
+
+    Raises:
+        ValueError: The network has no linear layer, or clients have no body in common.
+
+    Example:
+        >>> method = bf.with_heads(bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10)))
+        >>> method
+        Algorithm(SplitModel; own_head: FullGaussian, body: Point; 0 phases)
+    """
+    layer = _last_linear(method.model)
+    mine = tuple(
+        f"{layer}.{name}".removeprefix(".")
+        for name, _ in method.model.get_submodule(layer).named_parameters()
+    )
+    body = tuple(
+        name
+        for part in _common(method, mine)
+        for name in method.layout(part).names
+        if name not in mine
+    )
+    blocks = {HEAD: Block(mine, posterior=FullGaussian(), pool=None)}
+    if body:
+        blocks["body"] = Block(body, pool=None)
+    return Algorithm(
+        method.model,
+        blocks,
+        (),
+        parts=tuple(blocks),
+        likelihood=method.likelihood,
+        predictor=Heads(),
+    )
+
+
+def _last_linear(model: nn.Module) -> str:
+    """Return the name of the linear layer that a network declares last.
+
+    Raises:
+        ValueError: It has none, or its weights are made of other parameters.
+    """
+    layers = [
+        (name, is_parametrized(part))
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear or (isinstance(part, nn.Linear) and is_parametrized(part))
+    ]
+    if not layers or layers[-1][1]:
+        raise ValueError(
+            "the network has no nn.Linear as its last layer, whose weights would be a client's "
+            "head; take those of weight_norm and the like off by "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    return layers[-1][0]
+
+
+def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parts of the network whose body all clients have in common: what they predict
+    with, or else the server's.
+
+    Raises:
+        ValueError: There is none.
+    """
+    addressed = method.to_one(method.init(2))[1]
+
+    def shared(part: str) -> bool:
+        alone = {*method.layout(part).names} <= {*head}
+        return alone or not (method.blocks[part].keep or part in addressed)
+
+    if method.copies(method.parts) is None and all(map(shared, method.parts)):
+        return method.parts
+    if (parts := method.shared_parts()) is None:
+        raise ValueError(
+            "clients have no body in common, on which heads could have a common prior; take a "
+            "method whose body is the server's, as fedavg, fedper or pfedvem"
+        )
+    return parts
+
+
+def servers_state(before: Algorithm, server: Server, method: Algorithm) -> Server:
+    """Return the server's state of a method that trains nothing: the means of the beliefs that
+    another has trained.
+
+    Args:
+        before: The method that has trained.
+        server: The server's state of that.
+        method: The method that it is for.
+    """
+    own = method.layout(HEAD).names if HEAD in method.blocks else ()
+    parts = _common(before, own)
+    held = {name: before.centre(name, server) for name in before.whole(parts)}
+    leaves = before.leaves(parts, held)
+    return {name: {"loc": method.layout(name).ravel(leaves)} for name in method.blocks}
+
+
+def trained(algorithm: Algorithm, made_with: Mapping[str, Any]) -> Algorithm:
+    """Return the method of which a state is with which a run begins: of a method of `with_heads`
+    the one that has trained, unless the state is of such a method, too.
+
+    Args:
+        algorithm: The method of the run.
+        made_with: The identity of the method that made the state.
+    """
+    anew = isinstance(algorithm.predictor, Heads) and made_with["method"] != with_heads.__name__
+    return algorithm.made.options["method"] if anew and algorithm.made else algorithm
+
+
 def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
-    """Return the method that made a file, of the one that is given: the `servers_method` of the one
-    that trained, where the file is of its `Result.laplace`.
+    """Return the method that made a file, of the one that is given: where the file is of
+    `Result.laplace` or `Result.heads`, what these make of the one that trained.
 
     Args:
         algorithm: The method that is given.
@@ -37,11 +162,6 @@ def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
     """
     if rule is None or not hasattr(rule, "asks") or algorithm.predictor == rule:
         return algorithm
+    if isinstance(rule, Heads):
+        return with_heads(algorithm)
     return servers_method(algorithm, rule) if algorithm.shared_parts() else algorithm
-
-
-def servers_state(algorithm: Algorithm, server: Server) -> Server:
-    """Return the state of the server for its `servers_method`: the means of its beliefs."""
-    parts = algorithm.shared_parts()
-    assert parts is not None
-    return {name: {"loc": algorithm.centre(name, server)["loc"]} for name in algorithm.whole(parts)}

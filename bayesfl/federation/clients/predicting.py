@@ -15,6 +15,7 @@ from bayesfl.composition.block import Block, standard_normal
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.predictors import (
+    Heads,
     LinearisedBelief,
     LinearisedLaplace,
     Mixture,
@@ -28,7 +29,7 @@ _KNOWN: dict[str, type] = {
     for kind in (
         *(getattr(likelihoods, name) for name in likelihoods.__all__),
         *(Point, MeanField, FullGaussian),
-        *(LinearisedLaplace, LinearisedBelief, Mixture, PooledLaplace),
+        *(LinearisedLaplace, LinearisedBelief, Mixture, PooledLaplace, Heads),
     )
 }
 

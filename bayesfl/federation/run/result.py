@@ -34,7 +34,7 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Outputs, Parts
-from bayesfl.federation.clients import heads, pooling, predict, surveying, tuning
+from bayesfl.federation.clients import pooling, predict, surveying, tuning
 from bayesfl.federation.clients.after import (
     Here,
     Known,
@@ -320,7 +320,9 @@ class Result:
         """
         train = self.data.train.to(self.device, self.dtype)
         reads = [*steps, *(one.step for one in self.steps)]
-        local, known = self.local(train), {} if draws == 0 else self.answers
+        local = self.local(train)
+        # The means of beliefs need no answers; those of clients' own heads have them.
+        known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
         return tuple(
@@ -433,19 +435,22 @@ class Result:
             )
         rule = PooledLaplace(structure, precision, pattern)
         self.model()  # raises where the server has not one network
-        method = pooling.servers_method(self.algorithm, rule)
-        server = pooling.servers_state(self.algorithm, self.server)
-        question = rule.question(method, server)
-        surveying.refuse_released(
-            [question], Outputs(self.known.task, self.known.outputs), self.settings
-        )
-        made = replace(self, algorithm=method, server=server, private={}, after=())
-        made = replace(made, after=answers_of(made._answered(aggregation), method))
+        made = self._by(pooling.servers_method(self.algorithm, rule), aggregation)
         held = self.data.to(self.device, self.dtype).splits.get("validation")
         if held is not None and held.counts.any() and self.known.task == "classification":
             plain, averaged = (made.local_predictions(held, draws=draws)[0] for draws in (0, None))
             surveying.say_if_unsure(plain, averaged)
         return made
+
+    def _by(self, method: Algorithm, aggregation: surveying.Adder | None) -> "Result":
+        """Return the federation by a method that trains nothing, with what its predictor asks."""
+        server = pooling.servers_state(self.algorithm, self.server, method)
+        question = next_question(method, server, {})
+        assert question is not None
+        outputs = Outputs(self.known.task, self.known.outputs)
+        surveying.refuse_released([question[1]], outputs, self.settings)
+        made = replace(self, algorithm=method, server=server, private={}, after=())
+        return replace(made, after=answers_of(made._answered(aggregation), method))
 
     @property
     def posterior(self) -> PooledPosterior:
@@ -470,8 +475,9 @@ class Result:
         and tau in them. Clients predict by the outputs' Gaussians, in closed form. Validation
         rows, where there are some, choose a multiple of tau, and how much of the uncertainty
         predictions have: all, half or none, as Gaussians of many weights may predict worse than
-        their means. New clients `adapt` to their own rows under the same prior. `bf.load` takes
-        `bf.with_heads(method)`; over Flower, `bayesfl.flower.serve` asks the same questions.
+        their means. A client's head is made of its training rows whenever it predicts, and so is
+        that of clients that `adapt` brings. Over Flower, `bayesfl.flower.serve` asks the same
+        questions, of `bf.with_heads(method)`.
 
         Args:
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
@@ -483,7 +489,7 @@ class Result:
                 common, an answer is outside the aggregation's range, or the federation was trained
                 under `ClientPrivacy`.
         """
-        return heads.fitted(self, aggregation)
+        return self._by(pooling.with_heads(self.algorithm), aggregation)
 
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what
@@ -787,7 +793,11 @@ class Result:
                 f"block {block!r} is a point and has no draws; the blocks with a distribution "
                 f"are {drawn}"
             )
-        view = tree_map(lambda t: t[0], self._unadapted(j)[1])
+        view = (
+            self.client(j).view  # whose beliefs may be made of answers
+            if hasattr(algorithm.predictor, "asks")
+            else tree_map(lambda t: t[0], self._unadapted(j)[1])
+        )
         index = list(algorithm.blocks).index(block)
         rng = generator(
             self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index

@@ -12,12 +12,20 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Gaussian
+from bayesfl.posteriors import FullGaussian
+from bayesfl.posteriors.heads import Head
+from bayesfl.posteriors.linearised import predictive
 from tests.cases import Turned, numbers
 
 
 @pytest.fixture(scope="module")
 def clients() -> FederatedData:
     return bf.data.labels_per_client("digits", clients=6, labels=3, validation=0.2, max_size=60)
+
+
+def own_of(result: Result) -> Tensor:
+    """The means of all clients' heads, [J, D]."""
+    return torch.stack([result.client(j).view["own_head"]["loc"] for j in range(6)])
 
 
 def trained(name: str, clients: FederatedData) -> tuple[Any, Result]:
@@ -33,17 +41,18 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     """A newcomer with the same rows gets the same; files and secure sums keep the numbers."""
     method, result = trained(name, clients)
     found = result.heads()
-    prior = found.server["prior"]
-    probs = found.predict().probs
-    own = found.private["own_head"]["loc"]
+    assert list(found.answers) == ["heads", "heads-scaled"]
+    prior, scale = found.answers["heads"], found.answers["heads-scaled"]["scale"]
+    probs, own = found.predict().probs, own_of(found)
     assert probs is not None
+    assert not found.private
     assert own.shape == (6, prior["centre"].shape[1])
     algorithm, layout = found.algorithm, found.algorithm.layout("own_head")
     body = algorithm.leaves(("body",), {"body": algorithm.centre("body", found.server)})
     x, y = clients.to("cpu", torch.float64).train.client(2)
 
     modes = []
-    for centre, tau in zip(prior["centre"], prior["tau"], strict=True):
+    for centre, tau in zip(prior["centre"], scale * prior["tau"], strict=True):
 
         def energy(w: Tensor, centre: Tensor = centre, tau: Tensor = tau) -> Tensor:
             losses = algorithm.losses({**body, **layout.leaves(w)}, {"x": x, "y": y})
@@ -56,21 +65,41 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
         modes.append(w)
     assert_close(own[2], prior["weight"] @ torch.stack(modes), rtol=0, atol=1e-5)
     novel = found.adapt(clients)
-    assert_close(novel.private["own_head"]["loc"], own, rtol=0, atol=1e-12)
+    assert novel.after == found.after
+    assert_close(novel.predict().probs, probs, rtol=0, atol=1e-12, equal_nan=True)
+    rows = clients.test.client(2)[0]
+    at_mean = algorithm.outputs({**body, **layout.leaves(own[2])}, rows.double()).softmax(-1)
+    assert_close(found.predict(draws=0).client(2).probs, at_mean, rtol=0, atol=1e-9)
     found.save(tmp_path / "run")
     loaded = bf.load(tmp_path / "run", found.algorithm, clients)
     np.testing.assert_array_equal(loaded.predict().probs, found.predict().probs)
-    again = bf.load(tmp_path / "run", bf.with_heads(method), clients)
-    np.testing.assert_array_equal(again.predict().probs, found.predict().probs)
+    for given in (method, bf.with_heads(method)):
+        again = bf.load(tmp_path / "run", given, clients)
+        np.testing.assert_array_equal(again.predict().probs, probs)
+    with pytest.raises(ValueError, match="needs its training data"):
+        bf.load(tmp_path / "run", method).client(2)
     hidden = result.heads(aggregation=bf.SecureSum(range=2.0**20))
-    assert_close(hidden.private["own_head"]["loc"], own, rtol=0, atol=1e-3)
+    assert_close(own_of(hidden), own, rtol=0, atol=1e-3)
     single = found.client(clients.client_names[2])
     single.save(tmp_path / "client")
-    rows = clients.test.client(2)[0]
-    for one in (single, bf.load_client(tmp_path / "client", bf.with_heads(method))):
-        np.testing.assert_allclose(
-            one.predict(rows).probs, probs[2, : len(rows)], rtol=0, atol=1e-9
-        )
+    made = (method, bf.with_heads(method), method.model)
+    for one in (single, *(bf.load_client(tmp_path / "client", one) for one in made)):
+        assert_close(one.predict(rows).probs, probs[2, : len(rows)], rtol=0, atol=1e-9)
+    single.save(tmp_path / "means", plug_in=True)
+    means = bf.load_client(tmp_path / "means", method.model)
+    assert_close(means.predict(rows).probs, at_mean, rtol=0, atol=1e-9)
+    rule: Any = algorithm.predictor
+    head, belief = Head(10, True, algorithm.likelihood), single.view["own_head"]
+    root = FullGaussian().cholesky(belief)
+    of_head = rule.rows(algorithm, single.view, rows.double(), y)
+    outputs = of_head.features @ head.matrix(own[2]).T
+    spread = head.spread(of_head, root @ root.T)
+    width = found.answers["heads-scaled"]["width"]
+    wanted = predictive(algorithm.likelihood, outputs, width**2 * spread)["probs"]
+    assert_close(found.predict().client(2).probs, wanted, rtol=0, atol=1e-9)
+    draws = found.samples(2, "own_head", draws=500).draws[0]
+    away = torch.linalg.solve_triangular(root, (draws - own[2]).mT, upper=False)
+    assert_close(away.square().mean(), torch.ones(()).double(), rtol=0, atol=0.03)
     posterior = found.to_arviz(2, "own_head", draws=30).posterior
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
 
