@@ -169,10 +169,9 @@ class Head:
         curvature = factor @ factor.mT
         o, inputs = self.outputs, features.shape[1]
         full = features.new_zeros(o, inputs, o, inputs)
-        for a in range(o):  # by pairs, as all at once would be [n, I, I]
-            for b in range(a, o):
-                both = (features * curvature[:, a, b, None]).T @ features
-                full[a, :, b] = full[b, :, a] = both
+        for a in range(o):  # one after the other, as all at once would be [n, O, O, I]
+            weighted = (curvature[:, a, :, None] * features[:, None]).flatten(1)
+            full[a] = (features.T @ weighted).reshape(inputs, o, inputs)
         order = self.order(inputs)
         return full.reshape(o * inputs, -1)[order][:, order]
 
