@@ -246,9 +246,8 @@ def measure(
     row = classification_summary(own, labels, mask, bins=BINS)
     row = {name: row[name] for name in ("accuracy", "nll", "ece", "mce", "brier")}
     for name, one in (("pooled", pooled), ("client", each)):
-        tempered = classification_summary(
-            one.apply(test).predictions.probs, labels, mask, bins=BINS
-        )
+        probs = one.apply(test).padded().probs
+        tempered = classification_summary(probs, labels, mask, bins=BINS)
         row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece", "mce", "brier")}
     sets = fit(Conformal(level=1 - ALPHA), held, outputs).apply(test)
     covered = audit(sets, outputs, names=data.client_names)
