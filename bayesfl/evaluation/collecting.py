@@ -42,11 +42,6 @@ class Collector:
             for (start, n), value in zip(places, values.cpu(), strict=True):
                 self._tensors[name][start : start + n] = value[:n]
 
-    @property
-    def empty(self) -> bool:
-        """Say whether no predictions were added."""
-        return not self._tensors
-
     def found(self, *, seed: int = 0, round: int = 0) -> LocalPredictions:
         """Return the predictions of all clients, of whom those that were not added have no rows.
 

@@ -122,7 +122,8 @@ class LocalPredictions:
         """Return this with each known label of a row as a row; as it is where rows have one label,
         or labels are not known.
         """
-        if self.predictions.labels is None:
+        probs, labels = self.predictions.probs, self.predictions.labels
+        if probs is None or probs.dim() == 2 or labels is None:
             return self
         found, clients, row = by_place(self.predictions, self.clients)
         rows = None if self.rows is None else self.rows[row.numpy()]
