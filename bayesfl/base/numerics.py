@@ -93,19 +93,17 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | Non
         scores: The scores, without NaN.
         scale: Size of the terms that scores are sums of, to which the tolerance is relative where
             it is larger than a score.
-        among: Numbers [n] of the groups of scores [n], of which those of one may be one number;
-            None for one group.
+        among: Numbers [n] of the groups of scores [n], which stand group after group in ascending
+            order; those of one group alone may be one number. None for one group, in any order.
     """
     if not scores.is_floating_point():
         return scores.double()
     scores = scores.double()
     kind = torch.float32 if same(scores.float().double(), scores) else torch.float64
-    order = scores.argsort(-1)
-    order = order if among is None else order[among[order].argsort(stable=True)]
-    ordered = scores.gather(-1, order)
+    ordered, order = scores.sort(-1) if among is None else (scores, torch.arange(len(scores)))
     room = TIES[kind] * ordered.abs().clamp_min(scale)
     near = ordered.diff() <= torch.minimum(room[..., 1:], room[..., :-1])
-    near &= among is None or among[order].diff() == 0
+    near &= among is None or among.diff() == 0
     group = torch.cat([torch.zeros_like(order[..., :1]), ~near], -1).cumsum(-1)
     least, most = (
         torch.zeros_like(ordered)

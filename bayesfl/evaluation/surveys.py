@@ -75,11 +75,9 @@ class LocalPredictions:
             known: What this holds beside predictions.
         """
         n = len(own["epistemic"])
-        everyone = torch.ones(n, dtype=torch.bool)
+        given: dict[str, Any] = {**about, "mask": torch.ones(n, dtype=torch.bool)}
         made, other = (
-            Predictions(everyone, **about, **{name: t.cpu() for name, t in found.items()})
-            if found
-            else None
+            Predictions(**given, **{name: t.cpu() for name, t in found.items()}) if found else None
             for found in (own, shared)
         )
         assert made is not None  # the client's own, which are always there

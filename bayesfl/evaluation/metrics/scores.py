@@ -232,9 +232,9 @@ class Scored(Checked):
         clients, outputs = self.clients, self.probs.shape[-1]
         areas = []
         for k in (1,) if outputs == 2 else range(outputs):
-            score = levelled(self.probs[:, k], among=clients.owner)
-            order = clients.order(score)
-            score, positive = score[order], (self.labels == k)[order]
+            order = clients.order(self.probs[:, k])
+            score = levelled(self.probs[order, k], among=clients.owner)
+            positive = (self.labels == k)[order]
             new = (score[1:] != score[:-1]) | (clients.owner[1:] != clients.owner[:-1])
             tied = torch.cat([new.new_zeros(min(len(score), 1)), new]).cumsum(0)
             last = tied.bincount().cumsum(0)

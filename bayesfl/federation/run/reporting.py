@@ -14,12 +14,12 @@ from bayesfl.base.described import described
 from bayesfl.base.display.html import facts, picture, size, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.data import FederatedData
-from bayesfl.data.outline import Outline
+from bayesfl.data.outline import Outline, known_names
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
 from bayesfl.evaluation.metrics.clients import Segments
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, padded
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.settings import OPEN, Settings, dtype_name
@@ -253,23 +253,24 @@ def _recorded(history: History, outline: Outline) -> str:
 
 
 def _reliability(predicted: LocalPredictions) -> list[Section]:
-    told, every = "", predicted.places.predictions
+    told, known = "", predicted.places
+    every, tensors = known.predictions, known.predictions.tensors
     if every.probs is not None:
-        drawn = plots.reliability((every.probs[None], every.labels[None], every.mask[None]))
-        counts, names = predicted.places.clients.counts, predicted.predictions.names or ()
+        drawn = plots.reliability(every.probs, every.labels)
+        counts, names = (
+            known.clients.counts,
+            known_names(predicted.predictions.names, len(known.ids)),
+        )
         first = counts.nonzero().flatten()[:12]  # they have the first rows
-        some = every.at(slice(int(counts[first].sum())))
-        clients = Segments(counts[first])
-        given = [clients.padded(t, 0) for t in (some.probs, some.labels, some.mask)]
+        some = padded(every.at(slice(int(counts[first].sum()))), Segments(counts[first]))
         called = [names[j] for j in first.tolist()]
-        own = plots.reliability(tuple(given), by="client", names=called)[0]
+        own = plots.reliability(some.probs, some.labels, some.mask, by="client", names=called)[0]
         name = "client by client" if len(counts) <= 12 else "the first twelve clients"
         told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
     elif every.variance is not None:
         kind = getattr(every.likelihood, "distribution", "normal")
-        flat = (every.mean, every.variance, every.labels, every.mask)
-        given = (*(t[None] for t in flat), kind)
-        drawn = plots.interval_reliability(given)
+        flat = [tensors[name][None] for name in ("mean", "variance", "labels", "mask")]
+        drawn = plots.interval_reliability((*flat, kind))
     else:  # intervals of one level
         return []
     all_of = "<p>Of all clients' test rows together.</p>" + picture(drawn.figure, "reliability")
