@@ -337,7 +337,7 @@ def measured(rows: Predictions, clients: Segments) -> Measured:
         found = measured_intervals(clients, *ends, level=level)
     else:
         numbers = _present(rows.mean), _present(rows.variance)
-        kind = getattr(rows.likelihood, "distribution", "normal")
+        kind: Any = getattr(rows.likelihood, "distribution", "normal")
         y = labels.reshape(numbers[0].shape)
         found = measured_numbers(Fitted.of_rows(clients, *numbers, y, kind))
     return found.beside(clients, shares)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, key, mixed
 from bayesfl.base.targets import Task
 from bayesfl.curvature.batches import available_memory, require
@@ -63,7 +62,12 @@ class LocalPredictions:
 
     @classmethod
     def of_one(
-        cls, client: int, own: Tensors, shared: Tensors, about: Mapping[str, Any], **known: Any
+        cls,
+        client: int,
+        own: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        about: Mapping[str, Any],
+        **known: Any,
     ) -> "LocalPredictions":
         """Return what one client knows of itself.
 

@@ -91,9 +91,11 @@ def measured_classes(scored: Scored, bins: int = 15) -> Measured:
     }
     means = {name: float(t.nanmean()) for name, t in columns.items()}
     means["accuracy_decile"] = bottom_decile(columns["accuracy"])
-    pooled = dict(found.pooled)
-    for norm, name in (("l1", "ece"), ("max", "mce")):
-        pooled[name] = float(calibration_error(everyone, bins, norm))
+    pooled = {
+        **found.pooled,
+        "ece": float(calibration_error(everyone, bins)),
+        "mce": float(calibration_error(everyone, bins, "max")),
+    }
     if scored.bad.any():
         means = dict.fromkeys(means, math.nan)
     return Measured(found.examples, columns, means, pooled)

@@ -14,7 +14,7 @@ from bayesfl.base.described import described
 from bayesfl.base.display.html import facts, picture, size, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.data import FederatedData
-from bayesfl.data.outline import Outline, known_names
+from bayesfl.data.outline import Outline
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
@@ -257,13 +257,10 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
     every, tensors = known.predictions, known.predictions.tensors
     if every.probs is not None:
         drawn = plots.reliability(every.probs, every.labels)
-        counts, names = (
-            known.clients.counts,
-            known_names(predicted.predictions.names, len(known.ids)),
-        )
+        counts, names = known.clients.counts, predicted.predictions.names
         first = counts.nonzero().flatten()[:12]  # they have the first rows
         some = padded(every.at(slice(int(counts[first].sum()))), Segments(counts[first]))
-        called = [names[j] for j in first.tolist()]
+        called = names and [names[j] for j in first.tolist()]
         own = plots.reliability(some.probs, some.labels, some.mask, by="client", names=called)[0]
         name = "client by client" if len(counts) <= 12 else "the first twelve clients"
         told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
