@@ -261,7 +261,9 @@ def measure(
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
         scores = detection.scores(found)
-        tempered = pooled.apply(replace(test, predictions=found)).predictions.probs
+        rows, clients = found.rows()
+        known = replace(test, predictions=rows, clients=clients)
+        tempered = pooled.apply(known).padded().probs
         assert tempered is not None
         kept = {name: scores[name] for name in ("entropy", "epistemic") if name in scores}
         return kept | {"tempered": detection.entropy(tempered)}
