@@ -42,7 +42,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     seen, test = result.local_predictions(data.calibration, data.test, draws=draws)
     step = calibration.Temperature(strength=math.inf)
     fitted = calibration.fit(step, seen, Outputs(data.task, data.outputs))
-    tempered = fitted.apply(test).predictions.summary(data.test)
+    tempered = fitted.apply(test).measured().summary()
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
     both = [result.predict(outside[name][0], draws=draws) for name in ("own", "near")]
     told = detection.detection_summary(*map(detection.scores, both), *(one.mask for one in both))

@@ -36,6 +36,7 @@ from bayesfl.evaluation import report
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, fit
 from bayesfl.evaluation.calibration.conformal import HISTOGRAM_BINS, thresholds
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
@@ -90,7 +91,7 @@ def measured(result: Result) -> dict[str, float]:
     outputs = Outputs(data.task, data.outputs)
 
     def quality(mine: LocalPredictions, name: str) -> None:
-        found = mine.predictions.summary(data.test)
+        found = mine.measured().summary()
         row.update({f"{key}{name}": found[key] for key in ("accuracy", "nll", "ece")})
 
     quality(test, "")
@@ -105,12 +106,11 @@ def measured(result: Result) -> dict[str, float]:
     }
     kinds["quantile_of_quantiles"] = quantile_of_quantiles(lac(held)).expand(data.clients)
     kinds["mean_of_quantiles"] = quantiles(lac(held)).mean().expand(data.clients)
-    mask, doubt = test.predictions.mask, 1 - test.predictions.probs.double()
+    clients, doubt = test.clients, 1 - test.predictions.probs.double()
     for name, limits in kinds.items():
         both = zip(lac(test), limits, strict=True)
         share = [float((own <= limit).double().mean()) for own, limit in both if len(own)]
-        inside = (doubt <= limits[:, None, None]) & mask[..., None]
-        size = inside.sum(-1).sum(-1) / mask.sum(-1)
+        size = clients.mean((doubt <= limits[clients.owner, None]).sum(-1))
         row[f"{name}_coverage"], row[f"{name}_worst"] = float(np.mean(share)), min(share)
         row[f"{name}_size"] = float(size.nanmean())
     return row
@@ -118,9 +118,8 @@ def measured(result: Result) -> dict[str, float]:
 
 def lac(mine: LocalPredictions) -> list[Tensor]:
     """Each client's scores 1 - p of its labels."""
-    found = mine.predictions
-    scores = 1 - found.probs.double().gather(-1, found.labels.long().unsqueeze(-1)).squeeze(-1)
-    return [own[inside] for own, inside in zip(scores, found.mask, strict=True)]
+    scores = 1 - mine.predictions.probs.double().gather(-1, mine.labels[:, None])[:, 0]
+    return list(scores.split(mine.clients.counts.tolist()))
 
 
 def rank(n: int) -> int:
@@ -151,11 +150,11 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
 
     def kinds(own: Tensor, everyone: Tensor, edges: Tensor) -> dict[str, Tensor]:
         """Thresholds [J] of scores [J, N], with the histogram of everyone's."""
-        mask = torch.ones_like(own, dtype=torch.bool)
+        clients = Segments(torch.full((len(own),), own.shape[1]))
         places = torch.bucketize(everyone.flatten(), edges)
         counts = torch.bincount(places, minlength=HISTOGRAM_BINS + 1).double()
         return {
-            name: thresholds(own, mask, edges, counts, level=LEVEL, shrink=shrink)
+            name: thresholds(own.flatten(), clients, edges, counts, level=LEVEL, shrink=shrink)
             for name, shrink in SHRINKS.items()
         }
 

@@ -70,7 +70,7 @@ def predictions(probs: Tensor, labels: Tensor) -> LocalPredictions:
     mask = torch.ones(labels.shape, dtype=torch.bool)
     unknown = torch.full(labels.shape, torch.nan)
     found = Predictions(mask=mask, epistemic=unknown, probs=probs, labels=labels)
-    return LocalPredictions(found, np.arange(len(probs)))
+    return LocalPredictions(*found.rows(), np.arange(len(probs)))
 
 
 def made() -> dict[str, Any]:

@@ -179,7 +179,7 @@ def measure(predict: Predict, data: Images, *, everything: bool = True) -> Row:
     row["predict_seconds"] = (time.process_time() - start) / len(data.test) * 1000
     _, best = temperature(predict(data.held)[0][None], data.held_y[None])
     tempered = best.apply(script.predictions(probs[None], data.test_y[None])).predictions.probs
-    row["nll_tempered"] = quality(tempered[0], data.test_y)["nll"]
+    row["nll_tempered"] = quality(tempered, data.test_y)["nll"]
     for name in data.outside if everything else ("near",):
         there, doubt = predict(data.outside[name])
         row[f"{name}_entropy"] = told_apart(entropy(probs), entropy(there))

@@ -246,9 +246,8 @@ def measure(
     row = classification_summary(own, labels, mask, bins=BINS)
     row = {name: row[name] for name in ("accuracy", "nll", "ece", "mce", "brier")}
     for name, one in (("pooled", pooled), ("client", each)):
-        tempered = classification_summary(
-            one.apply(test).predictions.probs, labels, mask, bins=BINS
-        )
+        probs = one.apply(test).padded().probs
+        tempered = classification_summary(probs, labels, mask, bins=BINS)
         row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece", "mce", "brier")}
     sets = fit(Conformal(level=1 - ALPHA), held, outputs).apply(test)
     covered = audit(sets, outputs, names=data.client_names)
@@ -262,7 +261,9 @@ def measure(
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
         scores = detection.scores(found)
-        tempered = pooled.apply(replace(test, predictions=found)).predictions.probs
+        rows, clients = found.rows()
+        known = replace(test, predictions=rows, clients=clients)
+        tempered = pooled.apply(known).padded().probs
         assert tempered is not None
         kept = {name: scores[name] for name in ("entropy", "epistemic") if name in scores}
         return kept | {"tempered": detection.entropy(tempered)}

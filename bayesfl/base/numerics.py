@@ -82,7 +82,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def levelled(scores: Tensor, scale: Tensor | float = 0.0) -> Tensor:
+def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | None = None) -> Tensor:
     """Return scores [..., n] in float64 in which those that differ by rounding alone, see `TIES`,
     are one number, the least of them; so products of matrices in other blocks have the same ranks.
 
@@ -93,14 +93,17 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0) -> Tensor:
         scores: The scores, without NaN.
         scale: Size of the terms that scores are sums of, to which the tolerance is relative where
             it is larger than a score.
+        among: Numbers [n] of the groups of scores [n], which stand group after group in ascending
+            order; those of one group alone may be one number. None for one group, in any order.
     """
     if not scores.is_floating_point():
         return scores.double()
     scores = scores.double()
     kind = torch.float32 if same(scores.float().double(), scores) else torch.float64
-    ordered, order = scores.sort(-1)
+    ordered, order = scores.sort(-1) if among is None else (scores, torch.arange(len(scores)))
     room = TIES[kind] * ordered.abs().clamp_min(scale)
     near = ordered.diff() <= torch.minimum(room[..., 1:], room[..., :-1])
+    near &= among is None or among.diff() == 0
     group = torch.cat([torch.zeros_like(order[..., :1]), ~near], -1).cumsum(-1)
     least, most = (
         torch.zeros_like(ordered)

@@ -180,15 +180,11 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
 def answers(
     survey: Survey, state: Tensors, local: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """Return the answers of the clients of `local`, which may be a tuple of parts, [J, ...] in
-    float64, each checked.
+    """Return the answers of the clients of `local`, [J, ...] in float64, each checked.
 
     Raises:
         ValueError: As by `checked`.
     """
-    if isinstance(local, tuple):
-        found = [answers(survey, state, part, shapes) for part in local]
-        return {name: torch.cat([part[name] for part in found]) for name in shapes}
     return checked(
         survey.answer(state, local),
         {name: type(shape)((len(local.ids), *shape)) for name, shape in shapes.items()},

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, NotNegative, answers, conduct, together
+from bayesfl.base.surveys import Ask, NotNegative, conduct, together
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.reliability import bin_of, error_in_bins
-from bayesfl.evaluation.predictions import per_place
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts, parts_of
+from bayesfl.evaluation.predictions import by_place
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
@@ -243,32 +243,28 @@ class Counting:
         by: What the units are.
         units: Their names.
         split: The split that is predicted.
-        groups: The unit of every row of each client, [n_j], for clients in their order; -1 of rows
-            without one. None of clients and labels.
+        groups: The unit of every row, [R], -1 of rows without one. None of clients and labels.
     """
 
     by: Unit
     units: tuple[str, ...]
     split: str = "test"
-    groups: Sequence[Tensor] | None = None
+    groups: Tensor | None = None
 
-    def openly(self, local: LocalPredictions | Parts) -> Ask:
+    def openly(self, local: LocalPredictions) -> Ask:
         """Return how the question is put to clients that are all here, whose answers nobody has to
-        hide: where each client is a unit, none answers for the others.
+        hide: their rows are counted as those of one client, so that none answers for others' units.
         """
-        if self.by != "client":
-            return together(self, local)
-        alone = Parts(replace(one, ids=np.zeros_like(one.ids)) for one in parts_of(local))
-        of_one = replace(self, units=self.units[:1])
+        one = Segments(local.clients.counts.sum()[None])
+        local_of_one = replace(local, clients=one, ids=np.zeros(1, np.int64))
+        return together(replace(self, groups=self._groups(local)), local_of_one)
 
-        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            found = answers(of_one, state, alone, of_one.shapes(state))
-            order = torch.from_numpy(np.argsort(local.ids, kind="stable"))
-            return {
-                name: t[order].squeeze(1) if shapes[name] else t.sum(0) for name, t in found.items()
-            }
-
-        return ask
+    def _groups(self, local: LocalPredictions) -> Tensor:
+        """Return the unit of every row, [R]; of labels 0."""
+        if self.groups is not None:
+            return self.groups
+        owner = local.clients.owner
+        return torch.from_numpy(local.ids)[owner] if self.by == "client" else 0 * owner
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return whether classes are predicted.
@@ -306,65 +302,46 @@ class Counting:
 
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
-        given, units = local.predictions, len(self.units)
+        given, clients, row = by_place(local.predictions, local.clients)
         assert given.labels is not None  # of a split of the federation
-        labels, mask = given.labels.cpu(), given.mask.cpu()
-        promised, probs = given.promised(labels), None
-        if given.probs is not None:
-            probs, labels, mask = per_place(given.probs.cpu().double(), labels.long(), mask)
-        unit = self._unit(local, labels, mask)
-        left_out, mask = (mask & (unit < 0)).sum(-1), mask & (unit >= 0)
-        examples = mask.reshape(len(mask), given.mask.shape[1], -1).any(-1).sum(-1)
-        place = unit.clamp_min(0)
+        units, groups = len(self.units), self._groups(local)
+        of_row = local.clients.sum((row.bincount(minlength=len(groups)) > 0) & (groups >= 0))
+        inside, unit = groups[row] >= 0, groups[row]
+        unit = (given.labels if self.by == "label" else unit).long().clamp_min(0)
 
-        def summed(values: Tensor, index: Tensor = place, size: int = units) -> Tensor:
-            out = torch.zeros(len(values), size, dtype=torch.float64)
-            return out.scatter_add_(1, index, torch.where(mask, values.double(), 0.0))
+        def summed(values: Tensor, place: Tensor = unit, size: int = units) -> Tensor:
+            return clients.count(place, size, values.double().masked_fill(~inside, 0.0))
 
-        held, size = (
-            (torch.zeros_like(mask), torch.zeros(mask.shape)) if promised is None else promised[:2]
-        )
+        held, size = given.promised() or (torch.zeros_like(inside), torch.zeros(len(unit)))
         endless = ~size.isfinite()
         found = {
-            "n_examples": examples,
-            "n_left_out": left_out,
-            "n_rows": summed(mask),
+            "n_examples": of_row,
+            "n_left_out": clients.sum(~inside),
+            "n_rows": summed(inside),
             "n_held": summed(held),
             "n_endless": summed(endless),
-            "size": summed(torch.where(endless, 0.0, size)),
+            "size": summed(size.masked_fill(endless, 0.0)),
         }
-        if probs is None:
+        if given.probs is None:
             assert given.mean is not None  # as numbers have
-            error = (
-                (labels.reshape(given.mean.shape).double() - given.mean.cpu().double())
-                .square()
-                .mean(-1)
-            )
-            return found | {"squares": summed(error)}
-        top, best = probs.max(-1)
-        bins = place * BINS + bin_of(top.nan_to_num(nan=0.0), BINS)
-        answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
+            centre = given.mean.double()
+            error = given.labels.reshape(centre.shape).double() - centre
+            return found | {"squares": summed(error.square().mean(-1))}
+        top, best = given.probs.max(-1)
+        bins = unit * BINS + bin_of(top.double().nan_to_num(nan=0.0), BINS)
+        right = best == given.labels
+        answered = inside if given.answered is None else given.answered
 
         def by_bin(values: Tensor) -> Tensor:
-            return summed(values, bins, units * BINS).reshape(-1, units, BINS)
+            return summed(values, bins, units * BINS).view(-1, units, BINS)
 
         return found | {
             "n_answered": summed(answered),
-            "n_answered_right": summed(answered & (best == labels)),
-            "n_bin": by_bin(mask),
-            "n_bin_right": by_bin(best == labels),
+            "n_answered_right": summed(answered & right),
+            "n_bin": by_bin(inside),
+            "n_bin_right": by_bin(right),
             "confidence": by_bin(top),
         }
-
-    def _unit(self, local: LocalPredictions, labels: Tensor, mask: Tensor) -> Tensor:
-        """Return the unit of every place, [J, M]."""
-        if self.by == "label":
-            return labels.long().masked_fill(~mask, 0)
-        if self.by == "client":
-            return torch.from_numpy(local.ids)[:, None].expand(mask.shape).long()
-        assert self.groups is not None
-        own = pad_sequence([self.groups[j] for j in local.ids.tolist()], True, -1)
-        return own.repeat_interleave(mask.shape[1] // max(1, own.shape[1]), 1)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the sums over clients."""
@@ -415,7 +392,7 @@ class Counting:
 
 @declared
 def audit(
-    local: LocalPredictions | Parts,
+    local: LocalPredictions,
     outputs: Outputs,
     *,
     names: Sequence[str],
@@ -430,13 +407,9 @@ def audit(
         names: The clients' names, [J], in the order of their numbers.
         delta: Probability with which any of a column's intervals may miss, in (0, 1).
     """
-    survey, given = Counting("client", tuple(names)), parts_of(local)[0].predictions
-    return survey.audit(
-        conduct(survey, survey.openly(local), outputs),
-        level=given.promise,
-        risk=given.risk,
-        delta=delta,
-    )
+    survey, given = Counting("client", tuple(names)), local.predictions
+    state = conduct(survey, survey.openly(local), outputs)
+    return survey.audit(state, level=given.promise, risk=given.risk, delta=delta)
 
 
 @declared
@@ -512,9 +485,9 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
 
 def grouped(
     groups: Sequence[Sequence[object]], counts: np.ndarray
-) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Return the names of groups in their order, and for each client the place of every row's,
-    [n_j], -1 for no group.
+) -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of groups in their order, and the place of every row's, [R], client after
+    client; -1 for no group.
 
     Args:
         groups: For each client the group of every row, text, numbers or truth values; None or NaN
@@ -529,7 +502,7 @@ def grouped(
             f"groups must have the groups of {len(counts)} clients, one list for each, got "
             f"{len(groups)}"
         )
-    texts: list[list[str | None]] = []
+    texts: list[str | None] = []
     for j, own in enumerate(groups):
         values = np.asarray(own, dtype=object)
         if values.shape != (counts[j],):
@@ -537,11 +510,10 @@ def grouped(
                 f"groups of client {j} must name a group for each of its {counts[j]} rows, got "
                 f"{type(own).__name__} of shape {values.shape}"
             )
-        texts.append([_text_of(one) for one in values.tolist()])
-    names = in_order({one for own in texts for one in own if one is not None})
-    known = {name: place for place, name in enumerate(names)}
-    places = [[-1 if one is None else known[one] for one in own] for own in texts]
-    return names, [torch.tensor(own, dtype=torch.int64) for own in places]
+        texts += map(_text_of, values.tolist())
+    names = in_order({one for one in texts if one is not None})
+    known = {None: -1} | {name: place for place, name in enumerate(names)}
+    return names, torch.tensor([known[one] for one in texts], dtype=torch.int64)
 
 
 def _text_of(group: Any) -> str | None:

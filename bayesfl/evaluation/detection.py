@@ -449,13 +449,12 @@ def _each(
             f"inside is of {len(inside)} clients and outside of {len(outside)}; each client scores "
             "both its own and the others"
         )
-    out = torch.full((len(inside),), math.nan, dtype=torch.float64)
-    for j in range(len(inside)):
-        own, other = inside[j][inside_mask[j]], outside[j][outside_mask[j]]
-        if len(own) and len(other) and not bool(own.isnan().any() | other.isnan().any()):
-            own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])
-            out[j] = measure(own.sort().values, other)
-    return out
+
+    def levelled_measure(own: Tensor, other: Tensor) -> Tensor:
+        own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])
+        return measure(own.sort().values, other)
+
+    return _by_client(levelled_measure, (inside, inside_mask), (outside, outside_mask))
 
 
 def _curves(
@@ -463,10 +462,18 @@ def _curves(
 ) -> Tensor:
     """Apply `measure` to each client's risks [n], [J]."""
     score, right, mask = _selective(score, right, mask)
-    out = torch.full((len(score),), math.nan, dtype=torch.float64)
-    for j, inside in enumerate(mask):
-        if bool(inside.any()) and not bool(score[j][inside].isnan().any()):
-            out[j] = measure(_risks(score[j][inside], right[j][inside]))
+    return _by_client(lambda *own: measure(_risks(*own)), (score, mask), (right, mask))
+
+
+def _by_client(measure: Callable[..., Tensor], *rows: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply `measure` to each client's own rows of all pairs of values and mask, [J]; NaN where one
+    has none, or a NaN.
+    """
+    out = torch.full((len(rows[0][0]),), math.nan, dtype=torch.float64)
+    for j in range(len(out)):
+        own = [values[j][mask[j]] for values, mask in rows]
+        if all(len(t) and not bool(t.isnan().any()) for t in own):
+            out[j] = measure(*own)
     return out
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from bayesfl.data import ClientData
-from bayesfl.evaluation.predictions import Predictions, of_client
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import LocalPredictions
 
 Measure: TypeAlias = Callable[[Predictions, Tensor], Any]
 """Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN
@@ -39,20 +39,14 @@ def check_measures(name: str, measures: Mapping[str, Measure]) -> None:
 
 
 def measured(
-    measures: Mapping[str, Measure],
-    predictions: Predictions,
-    split: ClientData,
-    taken: Collection[str] = (),
-    ids: np.ndarray | None = None,
+    measures: Mapping[str, Measure], local: LocalPredictions, taken: Collection[str] = ()
 ) -> dict[str, np.ndarray]:
-    """Compute the measures of clients, [C] each in float64; NaN for a client without rows.
+    """Compute the measures of clients, [J] each in float64; NaN for a client without rows.
 
     Args:
         measures: The measures by name.
-        predictions: Predictions of the clients.
-        split: The split that was predicted.
+        local: Predictions of the clients, with labels.
         taken: Names that other measures have.
-        ids: The clients' numbers, [C]; None for all.
 
     Raises:
         ValueError: A name is taken.
@@ -60,18 +54,15 @@ def measured(
     clash = sorted(measures.keys() & set(taken))
     if clash:
         raise ValueError(f"measures {clash} have names that the library's own have; choose others")
-    known = np.arange(split.clients) if ids is None else ids
-    out: dict[str, np.ndarray] = {}
+    counts, starts = local.clients.counts.tolist(), local.clients.starts.tolist()
+    out = {name: np.full(len(counts), np.nan) for name in measures}
     for name, measure in measures.items():
-        out[name] = np.full(len(predictions.mask), np.nan)
-        for place in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
-            j = int(known[place])
+        for j in np.flatnonzero(counts).tolist():
+            own = slice(starts[j], starts[j] + counts[j])
             try:
-                out[name][place] = float(
-                    measure(of_client(predictions, place), split.y[split.rows(j)].cpu())
-                )
+                out[name][j] = float(measure(local.predictions.at(own), local.labels[own]))
             except Exception as error:  # a user's function may raise anything; it is passed on
-                error.add_note(f"raised by the measure {name!r} for client {j}")
+                error.add_note(f"raised by the measure {name!r} for client {local.ids[j]}")
                 raise
     return out
 

@@ -12,16 +12,19 @@ from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
 from bayesfl.data.outline import known_names, place
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.intervals import measured_intervals
-from bayesfl.evaluation.metrics.measured import Measured, share
-from bayesfl.evaluation.metrics.regression import measured_numbers
+from bayesfl.evaluation.metrics.measured import Measured
+from bayesfl.evaluation.metrics.regression import Fitted, measured_numbers
+from bayesfl.evaluation.metrics.scores import Scored
 from bayesfl.evaluation.metrics.summaries import measured_classes
 
 
 @dataclass(frozen=True)
 class Predictions:
     """Predictive distributions for J clients of at most N examples; rows that pad a shorter client
-    are NaN.
+    are NaN. Those of one client have no axis of clients, nor have those of rows that stand one
+    client's after the other's.
 
     Args:
         mask: Which rows are examples, [J, N] bool.
@@ -85,12 +88,9 @@ class Predictions:
             else f"{int(rows)} examples"
         )
         none = bool(self.epistemic[self.mask].isnan().all())
-        shown = {
-            name: t
-            for name, t in vars(self).items()
-            if isinstance(t, Tensor) and name not in ("mask", "labels", *["epistemic"] * none)
-        }
-        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in shown.items())
+        hidden = ("mask", "labels", *["epistemic"] * none)
+        shown = {name: t.shape for name, t in self.tensors.items() if name not in hidden}
+        tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shown.items())
         drawn = "" if none else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
 
@@ -99,10 +99,10 @@ class Predictions:
             names = known_names(self.names, len(self.mask))
             columns: dict[str, Any] = {"client": names, "rows": self.mask.sum(1).numpy()}
             if self.probs is not None and self.labels is not None:
-                probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
-                top = probs.max(-1)
-                columns["accuracy"] = share(top.indices == labels, mask).numpy()
-                columns["mean confidence"] = share(top.values, mask).numpy()
+                rows, clients, _ = by_place(*self.rows())
+                top = _present(rows.probs).max(-1)
+                columns["accuracy"] = clients.mean(top.indices == rows.labels).numpy()
+                columns["mean confidence"] = clients.mean(top.values).numpy()
             return preview(columns, repr(self))
         if self.probs is None:
             found = [("mean", self.mean), ("lower", self.lower), ("upper", self.upper)]
@@ -116,6 +116,20 @@ class Predictions:
             "probability": top.values.numpy(),
         }
         return preview(columns, repr(self))
+
+    @property
+    def tensors(self) -> Tensors:
+        """Return the tensors that there are, by name."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+
+    def at(self, places: Any) -> "Predictions":
+        """Return the predictions at places of the first axes, without names of clients."""
+        cut: dict[str, Any] = {name: t[places] for name, t in self.tensors.items()}
+        return replace(self, names=None, **cut)
+
+    def rows(self) -> tuple["Predictions", Segments]:
+        """Return the rows of all clients without padding, [R, ...], and whose they are."""
+        return self.at(self.mask), Segments(self.mask.sum(1))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -150,14 +164,14 @@ class Predictions:
                 f"client {client!r}: these predictions are of one client alone; use them as they "
                 "are"
             )
-        return of_client(self, place(client, known_names(self.names, len(self.mask))))
+        j = place(client, known_names(self.names, len(self.mask)))
+        return self.at((j, self.mask[j]))
 
     def places(self) -> "Predictions":
-        """Return predictions in which each label of an example is an example, [J, N * T], as
-        calibration and detection take them.
+        """Return predictions in which each known label of an example is an example, [J, M], as
+        detection takes them.
 
-        Labels that are not known are masked. Predictions with one label for each example are
-        returned as they are.
+        Predictions with one label for each example are returned as they are.
 
         Raises:
             ValueError: The labels are not known, or the predictions are of one client alone.
@@ -169,16 +183,8 @@ class Predictions:
                 "places() needs predictions of a split of all clients, as "
                 "result.predict(clients.test) gives"
             )
-        probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
-        return replace(
-            self,
-            probs=probs,
-            labels=labels,
-            mask=mask,
-            epistemic=self.epistemic.flatten(1),
-            sets=None if self.sets is None else self.sets.flatten(1, 2),
-            answered=None if self.answered is None else self.answered.flatten(1, 2),
-        )
+        rows, clients, _ = by_place(*self.rows())
+        return replace(padded(rows, clients), names=self.names)
 
     def summary(self, split: ClientData) -> dict[str, float]:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
@@ -199,7 +205,7 @@ class Predictions:
             ValueError: The predictions are of another split, with other numbers of examples or
                 other labels, or of one client alone.
         """
-        return self.of_split(split).measured().summary()
+        return measured(*self.of_split(split)).summary()
 
     def named_sets(self) -> list[Any]:
         """Return the conformal sets as the names of their classes, or their numbers where classes
@@ -218,7 +224,7 @@ class Predictions:
                 "bayesfl.evaluation.calibration"
             )
         if self.mask.dim() == 2:
-            return [of_client(self, j).named_sets() for j in range(len(self.mask))]
+            return [self.at((j, mask)).named_sets() for j, mask in enumerate(self.mask)]
         known = self.class_names or tuple(range(self.sets.shape[-1]))
         order = self.probs.sort(dim=-1, descending=True, stable=True).indices
 
@@ -241,109 +247,39 @@ class Predictions:
             return self.level
         return 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
 
-    def promised(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return for every example whether its set or interval contains the truth, and its size;
-        None where there are none.
-
-        Args:
-            labels: The labels or targets, [J, N, ...].
-
-        Returns:
-            Which hold it, [J, M] bool; the number of classes in the set, or the mean width of the
-            intervals, [J, M] in float64; and which places are examples, [J, M] bool. M is N, or N T
-            where an example has T labels.
+    def promised(self) -> tuple[Tensor, Tensor] | None:
+        """Return for every row whether its set or interval contains the truth, [R] bool, and the
+        number of classes in the set, or the mean width of the intervals, [R] in float64; None where
+        there are none.
         """
         if self.promise is None:
             return None
         if self.sets is None:
-            lower, upper = _present(self.lower).cpu(), _present(self.upper).cpu()
-            y = labels.cpu().reshape(lower.shape).double()
-            held = ((lower.double() <= y) & (y <= upper.double())).all(-1)
-            return (
-                held & self.mask.cpu(),
-                (upper.double() - lower.double()).mean(-1),
-                self.mask.cpu(),
-            )
-        sets, labels, mask = per_place(self.sets.cpu(), labels.cpu().long(), self.mask.cpu())
-        held = sets.gather(-1, labels.masked_fill(~mask, 0).unsqueeze(-1)).squeeze(-1)
-        return held & mask, sets.sum(-1).double(), mask
+            lower, upper = _present(self.lower).double(), _present(self.upper).double()
+            y = _present(self.labels).reshape(lower.shape).double()
+            return ((lower <= y) & (y <= upper)).all(-1), (upper - lower).mean(-1)
+        held = self.sets.gather(-1, _present(self.labels)[:, None])[:, 0]
+        return held, self.sets.sum(-1).double()
 
-    def _promised(self, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the measures of conformal sets, intervals and answers, of every example, [J, M],
-        and which examples count, [J, M] bool.
-        """
-        measures = {}
-        if self.level is not None and (found := self.promised(labels)) is not None:
-            held, size, mask = found
-            measures = {
-                "coverage": (held, mask),
-                "set_size" if self.sets is not None else "width": (size, mask),
-            }
-        if self.answered is not None and self.probs is not None:
-            probs, labels, mask = per_place(self.probs.cpu(), labels.long(), self.mask.cpu())
-            given = self.answered.cpu().reshape(mask.shape) & mask
-            measures |= {
-                "answered": (given, mask),
-                "answered_accuracy": (probs.argmax(-1) == labels, given),
-            }
-        return measures
-
-    def of_split(self, split: ClientData) -> "Predictions":
-        """Return the predictions with the labels or targets of a split.
+    def of_split(self, split: ClientData) -> tuple["Predictions", Segments]:
+        """Return the rows with the labels or targets of a split, and whose they are.
 
         Raises:
             ValueError: The predictions are not of this split.
         """
-        labels, mask = (t.cpu() for t in split.padded_labels())
-        if not self._is_of(labels, mask):
-            raise ValueError(
-                f"split, of {len(mask)} clients and {int(mask.sum())} examples, is not the one "
-                f"that was predicted, of {int(self.mask.sum())} examples, or has other labels: "
-                "pass that, as in result.predict(clients.test).summary(clients.test)"
-            )
-        return replace(self, labels=labels[:, : self.mask.shape[1]])
-
-    def measured(self) -> Measured:
-        """Compute every measure of every client that applies, by the labels that are known."""
-        assert self.labels is not None  # of a split
-        labels = self.labels
-        if self.probs is not None:
-            found = measured_classes(*per_place(self.probs, labels.long(), self.mask))
-        elif self.variance is None and self.lower is not None:
-            level: Any = self.level or (
-                0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
-            )
-            found = measured_intervals(
-                self.lower,
-                _present(self.upper),
-                labels,
-                self.mask,
-                level=level,
-                middle=self.mean,
-            )
-        else:
-            found = measured_numbers(
-                _present(self.mean),
-                _present(self.variance),
-                labels,
-                self.mask,
-                distribution=getattr(self.likelihood, "distribution", "normal"),
-            )
-        return found.beside(self._promised(labels.cpu()))
-
-    def _is_of(self, labels: Tensor, mask: Tensor) -> bool:
-        """Say whether a split of these labels and this mask was predicted, as far as clients,
-        numbers of examples and, where they are known, labels tell.
-        """
-        if self.mask.dim() != 2 or len(self.mask) != len(mask):
-            return False
-        held = self.mask.any(1).cpu()  # predictions before aggregation are of the cohort alone
-        if bool((held & (self.mask.sum(1).cpu() != mask.sum(1))).any()):
-            return False
-        if self.labels is None:
-            return True
-        own, given = self.labels[self.mask], labels[:, : self.mask.shape[1]][self.mask]
-        return own.shape == given.shape and torch.equal(own, given.to(own.dtype))
+        if self.mask.dim() == 2 and len(self.mask) == split.clients:
+            rows, clients = self.rows()
+            held = clients.counts > 0  # predictions before aggregation are of the cohort alone
+            counts = torch.from_numpy(split.counts)
+            labels = split.y[split.index].cpu()[held.repeat_interleave(counts)]
+            own = labels if rows.labels is None else rows.labels
+            if torch.equal(clients.counts, counts * held) and torch.equal(own, labels.to(own)):
+                return replace(rows, labels=labels), clients
+        raise ValueError(
+            f"split, of {split.clients} clients and {len(split.index)} examples, is not the one "
+            f"that was predicted, of {int(self.mask.sum())} examples, or has other labels: pass "
+            "that, as in result.predict(clients.test).summary(clients.test)"
+        )
 
 
 MEASURES: dict[str, tuple[str, ...]] = {
@@ -361,47 +297,75 @@ def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
     return MEASURES["intervals" if hasattr(likelihood, "level") else "numbers"]
 
 
-def of_client(predictions: Predictions, j: int) -> Predictions:
-    """Return the predictions of the client at place j alone, without padding: tensors
-    [n_j, ...].
+def by_place(rows: Predictions, clients: Segments) -> tuple[Predictions, Segments, Tensor]:
+    """Return predictions in which each known label of a row is a row, whose these are, and the row
+    of each, [M] int64; where a row has one label, they are as they were.
+
+    Args:
+        rows: The predictions of rows, [R, ...].
+        clients: Whose the rows are.
     """
-    inside = predictions.mask[j]
-    cut: dict[str, Any] = {
-        name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)
+    if rows.probs is None or rows.probs.dim() == 2:
+        return rows, clients, torch.arange(len(rows.mask))
+    known = _present(rows.labels) != IGNORE
+    row, _ = known.nonzero(as_tuple=True)
+    places = replace(rows, mask=rows.mask.unsqueeze(-1).expand(known.shape)).at(known)
+    return places, Segments(clients.sum(known.sum(-1)).long()), row
+
+
+def measured(rows: Predictions, clients: Segments) -> Measured:
+    """Compute every measure of every client that applies, by the labels of its rows.
+
+    Args:
+        rows: The predictions of rows, [R, ...].
+        clients: Whose the rows are.
+    """
+    rows, clients, _ = by_place(rows, clients)
+    labels, shares = _present(rows.labels), {}
+    if rows.level is not None and (promised := rows.promised()) is not None:
+        held, size = promised
+        sized = "set_size" if rows.sets is not None else "width"
+        shares = {"coverage": (held, rows.mask), sized: (size, rows.mask)}
+    if rows.probs is not None:
+        scored = Scored.of_rows(clients, rows.probs, labels.long())
+        found = measured_classes(scored)
+        if (given := rows.answered) is not None:
+            shares |= {"answered": (given, rows.mask), "answered_accuracy": (scored.hits, given)}
+    elif rows.variance is None and rows.lower is not None:
+        level: Any = rows.level or getattr(rows.likelihood, "level", 0.9)
+        ends = rows.lower, _present(rows.upper), labels.reshape(rows.lower.shape), rows.mean
+        found = measured_intervals(clients, *ends, level=level)
+    else:
+        numbers = _present(rows.mean), _present(rows.variance)
+        kind: Any = getattr(rows.likelihood, "distribution", "normal")
+        y = labels.reshape(numbers[0].shape)
+        found = measured_numbers(Fitted.of_rows(clients, *numbers, y, kind))
+    return found.beside(clients, shares)
+
+
+def padded(rows: Predictions, clients: Segments) -> Predictions:
+    """Return the predictions of rows with an axis of clients, padded to the longest, [J, N, ...].
+
+    Args:
+        rows: The predictions of rows, [R, ...].
+        clients: Whose the rows are.
+    """
+    found: dict[str, Any] = {
+        name: clients.padded(t, torch.nan if t.is_floating_point() and name != "labels" else 0)
+        for name, t in rows.tensors.items()
     }
-    return replace(predictions, names=None, **cut)
+    return replace(rows, **found)
 
 
-def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probabilities [J, N, O], labels and mask [J, N] with each place of an example as an
-    example; of one place as they are.
-
-    Args:
-        probs: Class probabilities, [J, N, O], or [J, N, T, O] where an example has T labels.
-        labels: Labels, [J, N] or [J, N, T]; places of which none is known hold -100, and do not
-            count.
-        mask: Which rows are examples, [J, N] bool.
-    """
-    if probs.dim() == 3:
-        return probs, labels, mask
-    known = labels != IGNORE
-    return (
-        probs.flatten(1, 2),
-        labels.where(known, 0).flatten(1),
-        (mask.unsqueeze(-1) & known).flatten(1),
-    )
-
-
-def broken(predictions: Tensors, axes: int = 2) -> Tensor:
-    """Say of which examples a prediction is not finite, bool of the first `axes` axes; its parts by
-    their source do not count.
+def broken(predictions: Tensors) -> Tensor:
+    """Say of which rows a prediction is not finite, [R] bool; its parts by their source do not
+    count.
 
     Args:
-        predictions: The predictions by name, each [J, N, ...], or [N, ...] of one client.
-        axes: Number of the axes that count examples: 2, or 1 of one client.
+        predictions: The predictions by name, each [R, ...].
     """
     read = [t for name, t in predictions.items() if name not in ("epistemic", "aleatoric")]
-    return ~torch.stack([t.reshape(*t.shape[:axes], -1).isfinite().all(-1) for t in read]).all(0)
+    return ~torch.stack([t.isfinite().unsqueeze(-1).flatten(1).all(-1) for t in read]).all(0)
 
 
 def _present(t: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ A step of calibration is a survey (`bayesfl.base.surveys`) with `settle(state, l
 own parameters, which never leave it, and `apply`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 from bayesfl.base.random import Purpose, key, mixed
 from bayesfl.base.targets import Task
 from bayesfl.curvature.batches import available_memory, require
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.measured import Measured
-from bayesfl.evaluation.predictions import Predictions, per_place
+from bayesfl.evaluation.predictions import Predictions, broken, by_place, measured, padded
 
 
 @dataclass(frozen=True)
@@ -35,50 +36,78 @@ class Outputs:
 
 @dataclass(frozen=True)
 class LocalPredictions:
-    """Hold what clients know of themselves when they are asked: predictions on the survey's split.
+    """Hold what clients know of themselves when they are asked: predictions on the survey's split,
+    one client's rows after the other's, so that nothing is padded.
 
     Args:
-        predictions: Predictions and labels of J clients, [J, N, ...], on the CPU; a node has J = 1.
+        predictions: Predictions and labels of R rows, [R, ...], on the CPU.
+        clients: Whose the rows are: `clients.sum(values)` adds values [R, ...] up by client, [J,
+            ...], and `clients.owner` is the place of each row's client, [R]. A node has J = 1.
         ids: The clients' numbers in the federation, [J].
         seed: The run's seed.
         round: Number of rounds done.
         shared: Predictions of the same rows by the server's model, where a step compares them with
             the clients' own; None otherwise.
-        rows: A hash of the inputs of every row, [J, N] uint64, where a step draws a number for
-            each; None otherwise.
+        rows: A hash of the inputs of every row, [R] uint64, where a step draws a number for each;
+            None otherwise.
     """
 
     predictions: Predictions
+    clients: Segments
     ids: np.ndarray
     seed: int = 0
     round: int = 0
     shared: Predictions | None = None
     rows: np.ndarray | None = None
 
+    @classmethod
+    def of_one(
+        cls,
+        client: int,
+        own: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        about: Mapping[str, Any],
+        **known: Any,
+    ) -> "LocalPredictions":
+        """Return what one client knows of itself.
+
+        Args:
+            client: Its number.
+            own: Its predictions, {name: [n, ...]}.
+            shared: Those of the server's model; empty where there are none.
+            about: What `Predictions` holds beside tensors that are predicted.
+            known: What this holds beside predictions.
+        """
+        n = len(own["epistemic"])
+        given: dict[str, Any] = {**about, "mask": torch.ones(n, dtype=torch.bool)}
+        made, other = (
+            Predictions(**given, **{name: t.cpu() for name, t in found.items()}) if found else None
+            for found in (own, shared)
+        )
+        assert made is not None  # the client's own, which are always there
+        return cls(made, Segments(torch.tensor([n])), np.array([client]), shared=other, **known)
+
     @cached_property
     def logits(self) -> Tensor:
-        """Return log probabilities in float64 [J, N, O], or [J, N, T, O]: 0 in rows that pad, NaN
-        where a prediction is not finite.
+        """Return log probabilities in float64 [R, O], or [R, T, O]: NaN where a prediction is not
+        finite.
 
         Probabilities below the smallest normal number of their type count as that number.
 
         Raises:
             ValueError: What is predicted has no classes.
         """
-        probs, mask = self.predictions.probs, self.predictions.mask
+        probs = self.predictions.probs
         if probs is None:
             raise ValueError(
                 "this step changes probabilities of classes, and the predictions are of numbers; "
                 "for regression, Conformal gives intervals"
             )
-        inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
-        probs = probs.detach().cpu()
-        logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
-        return torch.where(inside, logs.log_softmax(-1), 0.0)
+        return probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log().log_softmax(-1)
 
     @property
     def labels(self) -> Tensor:
-        """Return the labels [J, N] or targets [J, N, ...] on the CPU.
+        """Return the labels [R] or targets [R, ...].
 
         Raises:
             ValueError: They are not known.
@@ -88,47 +117,47 @@ class LocalPredictions:
                 "the labels of these predictions are not known; predict a split of the federation, "
                 "as result.predict(...) does"
             )
-        return self.predictions.labels.cpu()
+        return self.predictions.labels
 
     @cached_property
-    def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label
-        of its own an example.
+    def places(self) -> "LocalPredictions":
+        """Return this with each known label of a row as a row; as it is where rows have one label,
+        or labels are not known.
+        """
+        probs, labels = self.predictions.probs, self.predictions.labels
+        if probs is None or probs.dim() == 2 or labels is None:
+            return self
+        found, clients, row = by_place(self.predictions, self.clients)
+        rows = None if self.rows is None else self.rows[row.numpy()]
+        return replace(self, predictions=found, clients=clients, rows=rows)
+
+    @cached_property
+    def labelled(self) -> tuple[Tensor, Tensor, Segments]:
+        """Return logits [M, O] and labels [M] of all known labels of rows, and whose they are.
 
         Raises:
-            ValueError: The labels are not known, a prediction for an example is not finite, or as
-                by `logits`.
+            ValueError: A prediction is not finite, or as by `labels` and `logits`.
         """
         self.refuse_broken(self.logits)
-        logits, labels, mask = per_place(
-            self.logits, self.labels.long(), self.predictions.mask.cpu()
-        )
-        return torch.where(mask.unsqueeze(-1), logits, 0.0), labels.masked_fill(~mask, 0), mask
+        return self.places.logits, self.places.labels.long(), self.places.clients
 
     def refuse_broken(self, found: Tensor) -> None:
-        """Raise ValueError, naming client and row, if what was found of examples, [J, N, ...], is
-        not finite somewhere.
+        """Raise ValueError, naming client and row, if what was found of rows, [R, ...], is not
+        finite somewhere.
         """
-        finite = found.isfinite()
-        bad = self.predictions.mask.cpu() & ~(
-            finite if finite.dim() == 2 else finite.flatten(2).all(-1)
-        )
+        bad = broken({"found": found})
         if bad.any():
-            place, row = (int(i) for i in bad.nonzero()[0])
-            names = self.predictions.names
-            who = (
-                f"client {int(self.ids[place])}"
-                if names is None or len(names) != len(bad)
-                else repr(names[place])
-            )
+            row = int(bad.nonzero()[0])
+            place, names = int(self.clients.owner[row]), self.predictions.names
+            who = f"client {int(self.ids[place])}" if names is None else repr(names[place])
             raise ValueError(
                 f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of "
-                f"row {row} of {who}: the run diverged, so lower its learning rate, or look at "
-                "these inputs"
+                f"row {row - int(self.clients.starts[place])} of {who}: the run diverged, so lower "
+                "its learning rate, or look at these inputs"
             )
 
     def uniform(self, phase: int) -> Tensor:
-        """Return a number within (0, 1) for every row, [J, N] in float64: by the row's inputs, the
+        """Return a number within (0, 1) for every row, [R] in float64: by the row's inputs, the
         same whichever rows stand beside it.
 
         Args:
@@ -149,86 +178,32 @@ class LocalPredictions:
             ],
             np.uint64,
         )
-        return torch.from_numpy(
-            ((mixed(self.rows ^ keys[:, None]) >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52
-        )
+        drawn = mixed(self.rows ^ keys[self.clients.owner.numpy()]) >> np.uint64(12)
+        return torch.from_numpy((drawn.astype(np.float64) + 0.5) / 2**52)
 
-
-class Parts(tuple[LocalPredictions, ...]):
-    """What clients know of themselves, in parts of clients with similar numbers of rows, so that
-    little is padded.
-    """
-
-    @cached_property
-    def ids(self) -> np.ndarray:
-        """Return the clients' numbers in the federation, [J], part after part."""
-        return np.concatenate([part.ids for part in self])
-
-    @cached_property
-    def order(self) -> Tensor:
-        """Return the places in `ids` of the clients in the order of their numbers, [J]."""
-        return torch.from_numpy(np.argsort(self.ids, kind="stable"))
+    def of_rows(self, own: Tensor) -> Tensor:
+        """Return clients' own numbers [J, K] for every row, with the axes of `logits`: [R, K], or
+        [R, 1, K].
+        """
+        found = own[self.clients.owner]
+        return found if self.logits.dim() == 2 else found.unsqueeze(1)
 
     def measured(self) -> Measured:
-        """Compute every measure of every client, in the order of their numbers."""
-        return Measured.joined(self.order, [part.predictions.measured() for part in self])
+        """Compute every measure of every client."""
+        return measured(self.predictions, self.clients)
 
-    def only(self, ids: Sequence[int]) -> "Parts":
-        """Return what some clients know of themselves, by their numbers."""
-        found = []
-        for part in self:
-            places = np.flatnonzero(np.isin(part.ids, ids))
-            given, names = part.predictions, part.predictions.names
-            own = {name: t[places] for name, t in vars(given).items() if isinstance(t, Tensor)}
-            called = names and tuple(names[place] for place in places.tolist())
-            some = replace(given, names=called, **own)
-            found += [LocalPredictions(some, part.ids[places])] if len(places) else []
-        return Parts(found)
-
-    @property
-    def rows(self) -> Predictions:
-        """Return the predictions of all clients' rows as of one client, [1, R, ...]."""
-        parts = [part.predictions for part in self]
-        held = [name for name, t in vars(parts[0]).items() if isinstance(t, Tensor)]
-        found: dict[str, Any] = {
-            name: torch.cat([getattr(part, name)[part.mask] for part in parts])[None]
-            for name in held
-        }
-        return replace(parts[0], names=None, **found)
-
-    @property
-    def predictions(self) -> Predictions:
-        """Return the predictions of all clients in the order of their numbers, padded to the
-        longest, [J, N, ...].
+    def padded(self) -> Predictions:
+        """Return the predictions with an axis of clients, padded to the longest, [J, N, ...].
 
         Raises:
             MemoryError: They need more bytes than there are.
         """
-        first, *others = [part.predictions for part in self]
-        if not others:
-            return first
-        width = max(part.mask.shape[1] for part in (first, *others))
-        held = {name: t for name, t in vars(first).items() if isinstance(t, Tensor)}
-        rows = len(self.ids) * width
+        width = int(self.clients.counts.max())
+        tensors = self.predictions.tensors.values()
         require(
-            rows * sum(t[:1, :1].numel() * t.element_size() for t in held.values()),
-            available_memory(first.mask),
+            len(self.ids) * width * sum(t[:1].nbytes for t in tensors),
+            available_memory(self.predictions.mask),
             f"the predictions of {len(self.ids)} clients, of whom the longest has {width} rows,",
             "result.table(), result.audit() and result.client(name).predict(x) pad nothing",
         )
-        found: dict[str, Any] = {}
-        places = self.order.argsort().split([len(part.ids) for part in self])
-        for name, t in held.items():
-            fill = torch.nan if t.is_floating_point() and name != "labels" else 0
-            found[name] = t.new_full((len(self.ids), width, *t.shape[2:]), fill)
-            for place, part in zip(places, self, strict=True):
-                own = getattr(part.predictions, name)
-                found[name][place, : own.shape[1]] = own
-        names = [name for part in self for name in part.predictions.names or ()]
-        ordered = tuple(names[place] for place in self.order.tolist()) if names else None
-        return replace(first, names=ordered, **found)
-
-
-def parts_of(local: LocalPredictions | Parts) -> Sequence[LocalPredictions]:
-    """Return the parts of what clients know, one where there are none."""
-    return local if isinstance(local, Parts) else (local,)
+        return padded(self.predictions, self.clients)

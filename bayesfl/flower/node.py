@@ -26,7 +26,6 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, means, measured
-from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.after import last_layers, next_question
@@ -315,8 +314,7 @@ class Node:
                 (name for name in self.data.splits if self.examples(name)), key=self.examples
             )
             return surveying.without_rows(self._predicted(order, smallest))
-        labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
-        rows = self._hashed(split, order)
+        labels, rows = self._of_one(split, order).client(0)[1].cpu(), self._hashed(split, order)
         made_by = {
             **self._made_by(order, "common", "own", "told"),
             "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
@@ -334,34 +332,26 @@ class Node:
                 known=order.told,
             )
             found = {
-                "own": {name: t.cpu() for name, t in computed.items()},
+                "own": {name: t[0].cpu() for name, t in computed.items()},
                 "shared": self._by_all(order, split),
             }
             states.write_kept(split, made_by, found)
-        return self._mine(
-            order, {"mask": mask, "labels": labels}, found["own"], found.get("shared"), rows
-        )
+        return self._mine(order, labels, found["own"], found.get("shared"), rows)
 
     def _mine(
-        self, order: Order, split: dict[str, Tensor], own: Any, shared: Any, rows: np.ndarray | None
+        self, order: Order, labels: Tensor, own: Any, shared: Any, rows: np.ndarray | None
     ) -> LocalPredictions:
-        """Return predictions of this client's rows, [1, n, ...], with what steps of calibration
-        need beside them.
+        """Return predictions of this client's rows, [n, ...], with what steps of calibration need
+        beside them.
         """
-        first, other = (
-            Predictions(likelihood=self.algorithm.likelihood, **split, **tensors)
-            if tensors
-            else None
-            for tensors in (own, shared)
-        )
-        assert first is not None  # the client's own, which are always there
-        return LocalPredictions(
-            first,
-            self._ids,
-            order.seed,
-            order.round,
-            shared=other,
-            rows=None if rows is None or not any_draws(self.calibration) else rows[None],
+        return LocalPredictions.of_one(
+            self.id,
+            own,
+            shared or {},
+            {"labels": labels, "likelihood": self.algorithm.likelihood},
+            seed=order.seed,
+            round=order.round,
+            rows=rows if any_draws(self.calibration) else None,
         )
 
     def _hashed(self, split: str, order: Order) -> np.ndarray:
@@ -369,18 +359,14 @@ class Node:
         return hashed(words(self._of_one(split, order).client(0)[0]))
 
     def _by_all(self, order: Order, split: str) -> dict[str, Any]:
-        """Return the predictions of the server's model, [1, n, ...], where a step of calibration
+        """Return the predictions of the server's model, [n, ...], where a step of calibration
         compares it with this client's.
         """
         common = common_view(self.algorithm, order.common) if compares(self.calibration) else None
         if common is None:
             return {}
-        return {
-            name: t.cpu()
-            for name, t in by_all(
-                self.engine, self.algorithm, common, self._of_one(split, order)
-            ).items()
-        }
+        found = by_all(self.engine, self.algorithm, common, self._of_one(split, order))
+        return {name: t[0].cpu() for name, t in found.items()}
 
     def evaluate(self, order: Order) -> RecordDict:
         """Store the client's own model in its folder, and the predictions of its test data; the
@@ -403,22 +389,18 @@ class Node:
             read = bool(steps) and name == "test"
             predicted = self._mine(
                 order,
-                {"mask": torch.ones(1, self.examples(name), dtype=torch.bool)},
-                {key: t.cpu() for key, t in computed.items()},
+                self._of_one(name, order).client(0)[1].cpu(),
+                {key: t[0].cpu() for key, t in computed.items()},
                 self._by_all(order, name) if read else None,
                 self._hashed(name, order) if read and any_draws(self.calibration) else None,
             )
-            predictions, split = predicted.predictions, self._of_one(name, order).to("cpu")
-            reply[name] = MetricRecord(dict(self._measures(predictions, split)))
+            reply[name] = MetricRecord(dict(self._measures(predicted)))
             if read:
-                predictions = applied(steps, predicted).predictions
-                reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
+                predicted = applied(steps, predicted)
+                reply[CALIBRATED] = MetricRecord(dict(self._measures(predicted)))
             if name == "test":
-                kept = {
-                    key: t[0]
-                    for key, t in vars(predictions).items()
-                    if isinstance(t, Tensor) and key != "mask"
-                }
+                tensors = predicted.predictions.tensors
+                kept = {key: t for key, t in tensors.items() if key not in ("mask", "labels")}
                 self._states(order.experiment).write_predictions(order.round, kept)
         if order.calibrated or not self.calibration:  # the last that is asked about this state
             self._states(order.experiment).forget_kept()
@@ -435,12 +417,12 @@ class Node:
             log.error("this client predicts without calibration: %s", error)
             return ()
 
-    def _measures(self, predictions: Predictions, split: ClientData) -> dict[str, float]:
+    def _measures(self, predicted: LocalPredictions) -> dict[str, float]:
         """Return the library's measures of predictions that are sent, and the client's own."""
-        summary = predictions.summary(split)
+        summary = predicted.measured().summary()
         known = {name: summary[name] for name in records.MEASURES if name in summary}
         try:
-            known |= means(measured(self.measures, predictions, split, summary))
+            known |= means(measured(self.measures, predicted, summary))
         except Exception:  # of a user's own function; the library's measures are sent all the same
             log.exception("the measures of one's own are left out")
         return {

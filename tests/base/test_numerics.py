@@ -171,3 +171,12 @@ def test_levelled_scores(scores: list[float], kind: torch.dtype, groups: list[in
     found = levelled(torch.stack([given, given.flip(0)]).double())
     assert found[0].unique(return_inverse=True)[1].tolist() == groups
     assert found[1].flip(0).equal(found[0])
+
+
+def test_scores_of_other_groups_are_never_one_number():
+    """Neighbours that rounding parts are one in their own group, whatever stands before it."""
+    scores = torch.tensor([0.9, 0.1, 0.1 + 1e-15, 0.3, 0.3 + 1e-15], dtype=torch.float64)
+    among = torch.tensor([0, 1, 1, 1, 2])
+    found = levelled(scores, among=among)
+    assert found[1] == found[2] == scores[1]
+    assert torch.equal(found[[0, 3, 4]], scores[[0, 3, 4]])

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
+from bayesfl.evaluation.predictions import measured
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import (
     Bernoulli,
@@ -195,7 +196,7 @@ def test_predictions_survive_files(case: Case, name: str, tmp_path: Path):
         {key: t for key, t in vars(of).items() if isinstance(t, Tensor)} for of in (mine, theirs)
     )
     assert_close(here, there, atol=0, rtol=0, equal_nan=True)
-    table = found.of_split(data.test).measured().table()
+    table = measured(*found.of_split(data.test)).table()
     assert table["examples"].sum() == int((np.asarray(data.test.y[data.test.index]) != -100).sum())
     names = [key for key in table if key not in ("client", "examples", "auroc", "width_90")]
     assert {key: summary[key] for key in names} == pytest.approx(

@@ -9,6 +9,7 @@ import torch
 from bayesfl.data import ClientData
 from bayesfl.evaluation.own_measures import check_measures, means, measured
 from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import LocalPredictions
 
 SPLIT = ClientData(
     torch.zeros(5, 1),
@@ -36,8 +37,7 @@ def test_a_measure_is_a_mean_over_the_clients_that_have_one():
             "none": lambda p, y: math.nan,
             "first": lambda p, y: y[0] if len(y) == 2 else math.nan,
         },
-        PREDICTIONS,
-        SPLIT,
+        LocalPredictions(*PREDICTIONS.of_split(SPLIT), np.arange(3)),
     )
     assert seen == [(2, [0, 1]), (3, [1, 0, 1])]
     np.testing.assert_array_equal(found["ones"], [1.0, math.nan, 2.0])

@@ -12,6 +12,7 @@ from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import (
     MEASURES,
     Predictions,
+    measured,
     measures_of,
 )
 from bayesfl.likelihoods import Categorical, Gaussian, Poisson, Quantiles
@@ -98,7 +99,7 @@ def test_measures_are_of_the_split_that_was_predicted():
         np.array([0, 1]),
         {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]},
     )
-    found = collector.parts().predictions
+    found = collector.found().padded()
     assert found.summary(own)["nll"] == pytest.approx(math.log(3))
     assert "labels" not in repr(found)
     relabelled = ClientData(own.x, own.y.flip(0), own.index, own.counts)
@@ -126,7 +127,7 @@ def test_targets_may_have_another_precision():
     collector.add(
         np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]}
     )
-    assert collector.parts().predictions.summary(own)["rmse"] == pytest.approx(
+    assert collector.found().padded().summary(own)["rmse"] == pytest.approx(
         (0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2
     )
 
@@ -139,7 +140,7 @@ def test_each_label_is_measured_as_an_example():
     data = ClientData(torch.zeros(5, 2), y, torch.arange(5), np.array([3, 2]))
     mask = torch.tensor([[True, True, True], [True, True, False]])
     found = Predictions(mask, probs[..., 0], probs=probs, names=("Bern", "Chur"))
-    table = found.of_split(data).measured().table()
+    table = measured(*found.of_split(data)).table()
     assert table["examples"].tolist() == [10, 8]
     right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
     assert table["accuracy"].tolist() == pytest.approx(
@@ -165,7 +166,7 @@ def test_numbers_are_measured_under_the_likelihood():
         nll = -float(wanted.log_prob(y).mean())
         assert found.summary(data)["nll"] == pytest.approx(nll, abs=1e-6)
         assert found.client(0).likelihood is likelihood
-        assert found.of_split(data).measured().table()["client"].tolist() == [0]
+        assert measured(*found.of_split(data)).table()["client"].tolist() == [0]
     ends = Predictions(
         mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5)
     )
@@ -186,7 +187,7 @@ def test_the_measures_of_clients_are_known_beforehand():
         found = Predictions(mask, epistemic, likelihood=likelihood, **tensors)
         labels = torch.arange(4) if kind == "classes" else torch.arange(4.0)
         data = ClientData(torch.zeros(4, 2), labels % 3, torch.arange(4), np.array([2, 2]))
-        columns = found.of_split(data).measured().table()
+        columns = measured(*found.of_split(data)).table()
         assert tuple(columns) == ("client", "examples", *MEASURES[kind])
         assert measures_of(likelihood) == MEASURES[kind]
         assert columns["examples"].tolist() == [2, 0]
@@ -209,6 +210,6 @@ def test_places_take_sets_and_answers_along():
         answered=answered,
         level=0.9,
     ).places()
-    assert torch.equal(found.sets, sets.flatten(1, 2))
-    assert torch.equal(found.answered, answered.flatten(1, 2))
+    assert torch.equal(found.sets[found.mask], sets[mask].flatten(0, 1))
+    assert torch.equal(found.answered[found.mask], answered[mask].flatten())
     assert found.mask.tolist() == [[True] * 8 + [False] * 4, [True] * 12]

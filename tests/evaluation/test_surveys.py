@@ -10,8 +10,9 @@ from scipy.stats import kstest
 
 from bayesfl.base.surveys import answers, checked, conduct, named_split, together, uplink_bytes
 from bayesfl.evaluation.calibration import Temperature
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.surveys import LocalPredictions
-from tests.evaluation.calibration.made import CLASSES, local
+from tests.evaluation.calibration.made import CLASSES, local, split
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Share:
         return {"n_right": (), "n_examples": (2,)}
 
     def answer(self, state: Any, local: LocalPredictions) -> dict[str, torch.Tensor]:
-        found, mask = local.predictions, local.predictions.mask
-        right = (found.probs.argmax(-1) == found.labels) & mask
-        answer = {"n_right": right.sum(-1), "n_examples": mask.sum(-1, keepdim=True).expand(-1, 2)}
+        right = local.predictions.probs.argmax(-1) == local.labels
+        counts = local.clients.counts[:, None].expand(-1, 2)
+        answer = {"n_right": local.clients.sum(right), "n_examples": counts}
         return answer if self.wrong is None else self.wrong(answer)
 
     def solve(self, state: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
@@ -44,23 +45,23 @@ def test_a_survey_of_ones_own():
     """Ends when it says so, and knows sums alone."""
     given = local()
     state = conduct(Share(), together(Share(), given), CLASSES)
-    found = given.predictions
-    right = (found.probs.argmax(-1) == found.labels) & found.mask
+    right = given.predictions.probs.argmax(-1) == given.labels
     assert state["asked"] == 2
-    assert float(state["share"]) == pytest.approx(float(right.sum() / found.mask.sum()))
+    assert float(state["share"]) == pytest.approx(float(right.double().mean()))
     assert uplink_bytes(Share().shapes({})) == 24
 
 
 def test_sums_do_not_depend_on_the_order_of_clients():
     """To the bit: answers are added in the order of the clients' numbers."""
     given = local((30, 7, 1, 55), ids=(5, 2, 9, 1))
-    order = np.array([3, 1, 0, 2])
-    moved = {
-        name: t[torch.from_numpy(order)]
-        for name, t in vars(given.predictions).items()
-        if isinstance(t, torch.Tensor)
-    }
-    turned = replace(given, ids=given.ids[order], predictions=replace(given.predictions, **moved))
+    order = torch.tensor([3, 1, 0, 2])
+    rows = torch.cat([(given.clients.owner == j).nonzero()[:, 0] for j in order])
+    turned = replace(
+        given,
+        ids=given.ids[order.numpy()],
+        predictions=given.predictions.at(rows),
+        clients=Segments(given.clients.counts[order]),
+    )
     step = Temperature()
     state = step.start(CLASSES) | {"beta": torch.tensor(0.3, dtype=torch.float64)}
     one, other = (together(step, some)(state, step.shapes(state)) for some in (given, turned))
@@ -73,18 +74,20 @@ def test_draws_are_the_clients_own():
     """
     given = local((3000, 7, 0, 55))
     u = given.uniform(0)
-    alone = replace(given, ids=given.ids[1:2], rows=given.rows[1:2, 4:5])
-    assert torch.equal(alone.uniform(0)[0], u[1, 4:5])
+    one = Segments(torch.tensor([1]))
+    alone = replace(given, ids=given.ids[1:2], clients=one, rows=given.rows[3004:3005])
+    assert torch.equal(alone.uniform(0), u[3004:3005])
     assert 0 < float(u.min()) < float(u.max()) < 1
-    assert kstest(u[0, :3000].numpy(), "uniform").pvalue > 0.01
+    assert kstest(u[:3000].numpy(), "uniform").pvalue > 0.01
     for other in (
         replace(given, seed=9).uniform(0),
         replace(given, round=9).uniform(0),
         given.uniform(1),
     ):
-        assert abs(float(np.corrcoef(other[0].numpy(), u[0].numpy())[0, 1])) < 0.1
-    same = replace(given, rows=np.repeat(given.rows[:1], 4, 0)).uniform(0)
-    assert not torch.equal(same[0], same[1])
+        assert abs(float(np.corrcoef(other.numpy(), u.numpy())[0, 1])) < 0.1
+    same = replace(given, rows=np.full_like(given.rows, 5)).uniform(0)
+    assert [len(one.unique()) for one in split(given, same)] == [1, 1, 0, 1]
+    assert len(same.unique()) == 3
     with pytest.raises(ValueError, match="draws by the rows' inputs"):
         replace(given, rows=None).uniform(0)
 

@@ -77,22 +77,16 @@ class Abstention:
         Raises:
             ValueError: Rows have several labels each.
         """
-        if local.predictions.probs is not None and local.predictions.probs.dim() == 4:
+        if local.predictions.probs is not None and local.predictions.probs.dim() == 3:
             raise ValueError(
                 "Abstention counts rows as independent, and the several labels of one row are not: "
                 "leave it out"
             )
-        logits, labels, mask = local.labelled
+        logits, labels, clients = local.labelled
         place = torch.bucketize(_doubt(logits), state["thresholds"]).clamp_max(THRESHOLDS - 1)
-
-        def counted(rows: Tensor) -> Tensor:
-            return torch.zeros(len(mask), THRESHOLDS, dtype=torch.float64).scatter_add_(
-                1, place, rows.double()
-            )
-
         return {
-            "n_rows": counted(mask),
-            "n_wrong": counted(mask & (logits.argmax(-1) != labels)),
+            "n_rows": clients.count(place, THRESHOLDS),
+            "n_wrong": clients.count(place, THRESHOLDS, logits.argmax(-1) != labels),
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -118,9 +112,7 @@ class Abstention:
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions that say which rows are `answered`."""
-        inside = local.predictions.mask.cpu()
         answered = _doubt(local.logits) <= state["threshold"]
-        answered = answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2))
         return replace(local.predictions, answered=answered, risk=self.risk)
 
 

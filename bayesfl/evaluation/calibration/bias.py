@@ -55,25 +55,24 @@ class Bias(PerClient):
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return every client's b_j, [J, O]."""
-        logits, labels, mask = local.labelled
-        seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(
-            1, labels, mask.double()
-        )
+        logits, labels, clients = local.labelled
+        counts, owner = clients.counts.tolist(), clients.owner
+        seen = clients.count(labels, logits.shape[-1])
 
         def loss(b: Tensor) -> Tensor:
-            z = (logits + b.unsqueeze(1)).logsumexp(-1)
-            return (z * mask).sum(-1) - (seen * b).sum(-1) + b.square().sum(-1) / 2
+            z = (logits + b[owner]).logsumexp(-1)
+            return clients.sum(z) - (seen * b).sum(-1) + b.square().sum(-1) / 2
 
-        b = logits.new_zeros(len(logits), logits.shape[-1])
+        b = torch.zeros_like(seen)
         now = loss(b)
         for _ in range(_STEPS):
-            probs = (logits + b.unsqueeze(1)).softmax(-1) * mask.unsqueeze(-1)
-            slope = probs.sum(1) - seen + b
+            probs = (logits + b[owner]).softmax(-1)
+            total = clients.sum(probs)
+            slope = total - seen + b
             if not len(b) or float(slope.abs().max()) <= _ENOUGH:
                 break
-            # Of zero rows, as of padding, p p' adds nothing; within a client p is a row's
-            # probabilities, masked once.
-            curvature = torch.diag_embed(probs.sum(1) + 1) - probs.mT @ probs
+            products = torch.stack([p.T @ p for p in probs.split(counts)])
+            curvature = torch.diag_embed(total + 1) - products
             step = torch.linalg.solve(curvature, slope.unsqueeze(-1)).squeeze(-1)
             then, most = loss(b - step), now + _ROUNDING * (1 + now.abs())
             for _ in range(_HALVINGS):
@@ -87,8 +86,4 @@ class Bias(PerClient):
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) + b_j)."""
-        logits = local.logits
-        b = own["bias"]
-        return changed(
-            local.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1])
-        )
+        return changed(local.predictions, local.logits + local.of_rows(own["bias"]))

@@ -56,7 +56,8 @@ class Choice(PerClient):
         from scipy.stats import binom
 
         own, shared = _losses(local, local.predictions), _losses(local, _shared(local))
-        better, worse = (shared < own).sum(-1), (shared > own).sum(-1)
+        clients = local.places.clients
+        better, worse = (clients.sum(won).long() for won in (shared < own, shared > own))
         p = torch.from_numpy(binom.sf((better - 1).numpy(), (better + worse).numpy(), 0.5))
         return {"shared": p <= self.delta, "better": better, "worse": worse}
 
@@ -64,13 +65,11 @@ class Choice(PerClient):
         """Return the predictions that clients have chosen."""
         given, other = local.predictions, _shared(local)
         found: dict[str, Any] = {}
-        for name, t in vars(given).items():
-            if isinstance(t, Tensor) and name not in ("mask", "labels"):
-                theirs = getattr(other, name)
-                theirs = torch.full_like(t, torch.nan) if theirs is None else theirs.to(t)
-                found[name] = torch.where(
-                    own["shared"].reshape(-1, *[1] * (t.dim() - 1)), theirs, t
-                )
+        takes = own["shared"][local.clients.owner]
+        for name, t in given.tensors.items():
+            if name not in ("mask", "labels"):
+                theirs = other.tensors.get(name, torch.full_like(t, torch.nan)).to(t)
+                found[name] = torch.where(takes.reshape(-1, *[1] * (t.dim() - 1)), theirs, t)
         return replace(given, **found)
 
 
@@ -89,17 +88,11 @@ def _shared(local: LocalPredictions) -> Predictions:
 
 
 def _losses(local: LocalPredictions, predictions: Predictions) -> Tensor:
-    """Return how bad each row's prediction is, [J, M]: 1 if it is wrong, or how far it is; 0 in
-    rows that pad.
-    """
+    """Return how bad each row's prediction is, [M]: 1 if it is wrong, or how far it is."""
     if predictions.probs is not None:
-        logits, labels, mask = replace(
-            local, predictions=replace(predictions, labels=local.predictions.labels)
-        ).labelled
-        return ((logits.argmax(-1) != labels) & mask).double()
-    y, mask, centre = local.predictions.labels, local.predictions.mask.cpu(), predictions.mean
-    assert y is not None  # of a split of the federation
-    assert centre is not None  # as numbers have
-    return (
-        (y.reshape(centre.shape).double() - centre.cpu().double()).square().sum(-1)
-    ).masked_fill(~mask, 0.0)
+        other = replace(local, predictions=replace(predictions, labels=local.labels))
+        logits, labels, _ = other.labelled
+        return (logits.argmax(-1) != labels).double()
+    assert predictions.mean is not None  # as numbers have
+    centre = predictions.mean.double()
+    return (local.labels.reshape(centre.shape).double() - centre).square().sum(-1)

@@ -22,6 +22,7 @@ from bayesfl.evaluation.calibration.scores import (
     number_scores,
 )
 from bayesfl.evaluation.calibration.steps import refuse_empty
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
@@ -152,30 +153,17 @@ class Conformal:
         """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
         value of n0, [J, K].
         """
-        scores, group, mask = self._scores(local)
+        scores, group, clients = self._scores(local)
         if "counts" in state:
-            return {"pinball": self._losses(state, scores, group, mask)}
+            return {"pinball": self._losses(state, scores, group, clients)}
         if "edges" not in state:
-            return {
-                "n_powers": _counted(
-                    torch.bucketize(scores.abs(), _POWERS_OF_2),
-                    (scores < 0).long(),
-                    mask,
-                    2,
-                    OCTAVES + 1,
-                )
-            }
-        return {
-            "n_scores": _counted(
-                torch.bucketize(
-                    scores - _SLACK * (local.predictions.probs is not None), state["edges"]
-                ),
-                group,
-                mask,
-                int(state["groups"]),
-                HISTOGRAM_BINS + 1,
-            )
-        }
+            name, groups, size = "n_powers", 2, OCTAVES + 1
+            place, group = torch.bucketize(scores.abs(), _POWERS_OF_2), (scores < 0).long()
+        else:
+            name, groups, size = "n_scores", int(state["groups"]), HISTOGRAM_BINS + 1
+            slack = _SLACK * (local.predictions.probs is not None)
+            place = torch.bucketize(scores - slack, state["edges"])
+        return {name: clients.count(group * size + place, groups * size).view(-1, groups, size)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the bins' ends once the range is known, then their counts, after which nothing is
@@ -210,22 +198,20 @@ class Conformal:
         refuse_empty(self.split, total["n_scores"].sum())
         return state | {"counts": total["n_scores"]}, self.shrink != "pinball"
 
-    def _losses(self, state: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    def _losses(self, state: Tensors, scores: Tensor, group: Tensor, clients: Segments) -> Tensor:
         """Return each client's pinball losses, each score under the threshold of the others, [J,
         K]; beyond the end counts as the end.
         """
-        out = torch.zeros(len(scores), len(SHRINKS), dtype=torch.float64)
+        out = torch.zeros(len(clients), len(SHRINKS), dtype=torch.float64)
         end = state["edges"][-1]
-        for k, shrink in enumerate(SHRINKS):
-            for g in range(int(state["groups"])):
-                own = mask & (group == g)
-                t = without_one(
-                    scores, own, state["edges"], state["counts"][g], level=self.level, shrink=shrink
-                ).clamp_max(end)
-                above = scores.clamp_max(end) - t
-                out[:, k] += torch.where(
-                    own, torch.maximum(self.level * above, (self.level - 1) * above), 0.0
-                ).sum(-1)
+        for g in range(int(state["groups"])):
+            own = group == g
+            known = scores[own], clients.kept(own), state["edges"], state["counts"][g]
+            for k, shrink in enumerate(SHRINKS):
+                t = without_one(*known, level=self.level, shrink=shrink).clamp_max(end)
+                above = known[0].clamp_max(end) - t
+                losses = torch.maximum(self.level * above, (self.level - 1) * above)
+                out[:, k] += known[1].sum(losses)
         return out
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
@@ -235,27 +221,23 @@ class Conformal:
         For alarms, which compare rows to come with these, also `scores` as of `scored` and
         `epistemic` of every row, [J, N], NaN for none.
         """
-        scores, group, mask = self._scores(local)
-        found, numbers = [], []
+        scores, group, clients = self._scores(local)
+        found, groups = [], int(state["groups"])
         shrink = float(state["shrink"]) if "shrink" in state else float(self.shrink)
-        for g in range(int(state["groups"])):
-            own = mask & (group == g)
-            found.append(
-                thresholds(
-                    scores, own, state["edges"], state["counts"][g], level=self.level, shrink=shrink
-                )
-            )
-            numbers.append(own.sum(-1))
+        for g in range(groups):
+            own = group == g
+            known = scores[own], clients.kept(own), state["edges"], state["counts"][g]
+            found.append(thresholds(*known, level=self.level, shrink=shrink))
         return {
             "threshold": torch.stack(found, -1),
-            "n_scores": torch.stack(numbers, -1),
-            "scores": self.scored(local).masked_fill(~mask, torch.nan),
-            "epistemic": epistemic_score(local).masked_fill(~mask, torch.nan),
+            "n_scores": clients.count(group, groups).long(),
+            "scores": clients.padded(self.scored(local), torch.nan),
+            "epistemic": clients.padded(epistemic_score(local), torch.nan),
         }
 
     def scored(self, local: LocalPredictions) -> Tensor:
-        """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares
-        rows; with u = 1/2 for those that draw.
+        """Return the scores of labels or targets, [M] in float64, by which an alarm compares rows;
+        with u = 1/2 for those that draw.
 
         Scores of classes are rounded: where a model is sure, floating-point error would otherwise
         decide which row is stranger, and rows that are predicted one by one might have another
@@ -264,9 +246,7 @@ class Conformal:
         Raises:
             ValueError: Labels or targets are not known, or a prediction is not finite.
         """
-        scores = self._scores(
-            local, torch.full(local.predictions.mask.shape, 0.5, dtype=torch.float64)
-        )[0]
+        scores, _, _ = self._scores(local, 0.5)
         return scores if local.predictions.probs is None else scores.round(decimals=_DECIMALS)
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
@@ -275,53 +255,35 @@ class Conformal:
         """
         given, threshold = local.predictions, own["threshold"]
         if given.probs is None:
-            lower, upper = intervals(given, threshold[:, 0])
+            lower, upper = intervals(given, threshold[local.clients.owner, 0])
             return replace(
                 given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level
             )
-        logits, inside = local.logits, given.mask.cpu()
-        u = local.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
-        if logits.dim() == 4:
-            u = u.unsqueeze(-1).expand(logits.shape[:-1])
-            inside = inside.unsqueeze(-1).expand(logits.shape[:-1])
-        probs = logits.softmax(-1)
-        sets = class_scores(self.score, probs, u) <= _SLACK + threshold.reshape(
-            len(threshold), *[1] * (logits.dim() - 2), -1
-        )
+        probs = local.logits.softmax(-1)
+        u = torch.zeros(probs.shape[:-1], dtype=torch.float64)
+        if self.draws:
+            u += local.uniform(1).reshape(-1, *[1] * (probs.dim() - 2))
+        sets = class_scores(self.score, probs, u) <= _SLACK + local.of_rows(threshold)
         sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True) if self.never_empty else sets
-        return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
+        return replace(given, sets=sets, level=self.level)
 
     def _scores(
-        self, local: LocalPredictions, u: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores [J, N], the group of each, and which are of examples; by draws u [J, N], or
-        those of calibration rows.
+        self, local: LocalPredictions, u: float | None = None
+    ) -> tuple[Tensor, Tensor, Segments]:
+        """Return scores [M], the group of each, and whose they are; by one draw u for all, or those
+        of calibration rows.
         """
-        given = local.predictions
-        if given.probs is None:
-            mask = given.mask.cpu()
-            scores = number_scores(given, local.labels).masked_fill(~mask, 0.0)
+        if local.predictions.probs is None:
+            scores = number_scores(local.predictions, local.labels)
             local.refuse_broken(scores)
-            return scores, torch.zeros_like(mask, dtype=torch.int64), mask
-        logits, labels, mask = local.labelled
-        if u is None:
-            u = (
-                local.uniform(0)
-                if self.draws
-                else torch.zeros(given.mask.shape, dtype=torch.float64)
-            )
-        if logits.shape[1] != u.shape[1]:
-            u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
-        scores = (
-            class_scores(self.score, logits.softmax(-1), u)
-            .gather(-1, labels.unsqueeze(-1))
-            .squeeze(-1)
-        )
-        return (
-            scores.masked_fill(~mask, 0.0),
-            labels if self.by == "label" else torch.zeros_like(labels),
-            mask,
-        )
+            return scores, torch.zeros(len(scores), dtype=torch.int64), local.clients
+        logits, labels, clients = local.labelled
+        drawn = torch.full(labels.shape, u or 0.0, dtype=torch.float64)
+        if self.draws and u is None:
+            drawn = local.places.uniform(0)
+        scores = class_scores(self.score, logits.softmax(-1), drawn)
+        group = labels if self.by == "label" else torch.zeros_like(labels)
+        return scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1), group, clients
 
 
 def _ends(low: float, high: float, bins: int) -> Tensor:
@@ -330,53 +292,56 @@ def _ends(low: float, high: float, bins: int) -> Tensor:
 
 
 def epistemic_score(local: LocalPredictions) -> Tensor:
-    """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as
-    `Conformal.scored`; NaN for none.
+    """Return the epistemic uncertainty of every known label of rows, [M] in float64, of classes
+    rounded as `Conformal.scored`; NaN for none.
     """
-    found = local.predictions.epistemic.cpu().flatten(1).double()
+    found = local.places.predictions.epistemic.flatten().double()
     return found if local.predictions.probs is None else found.round(decimals=_DECIMALS)
 
 
 def thresholds(
-    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float
+    scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, *, level: float, shrink: float
 ) -> Tensor:
     """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits
     everything.
 
     Args:
-        scores: The clients' own scores, [J, N].
-        mask: Which count, [J, N] bool.
+        scores: The clients' own scores, [R].
+        clients: Whose these are.
         edges: Upper ends of the bins of all clients' scores, [B], ascending.
         counts: Number of all clients' scores in each bin, and beyond the last, [B + 1].
         level: Probability with which a set is to hold the truth.
         shrink: n0; `math.inf` for all clients' scores as if of one source.
     """
     if shrink == math.inf:
-        return _pooled(edges, counts, level).expand(len(mask)).clone()
-    return _first(scores, mask, edges, counts, shrink, _needed(mask, counts, level, shrink, 1))
+        return _pooled(edges, counts, level).expand(len(clients)).clone()
+    return _first(
+        scores, clients, edges, counts, shrink, _needed(clients, counts, level, shrink, 1)
+    )
 
 
 def without_one(
-    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float
+    scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, *, level: float, shrink: float
 ) -> Tensor:
-    """Return for every score the threshold that its client has without it, [J, N]; all clients'
-    scores still hold it. See `thresholds`.
+    """Return for every score the threshold that its client has without it, [R]; all clients' scores
+    still hold it. See `thresholds`.
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(scores.shape).clone()
-    needed = _needed(mask, counts, level, shrink, 0)
+    needed = _needed(clients, counts, level, shrink, 0)
     low, high = (
-        _first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1)
+        _first(scores, clients, edges, counts, shrink, needed + more)[clients.owner]
+        for more in (0, 1)
     )
     # A score above the threshold is not counted there in any case.
     return torch.where(scores > low, low, high)
 
 
-def _needed(mask: Tensor, counts: Tensor, level: float, shrink: float, new: int) -> Tensor:
+def _needed(clients: Segments, counts: Tensor, level: float, shrink: float, new: int) -> Tensor:
     """Return the weight of scores up to a threshold, [J], see `Conformal`, with a new example
     beside the client's own, or without.
     """
-    return level * (mask.sum(-1).double() + new + shrink * (1 + 1 / counts.sum().clamp_min(1)))
+    return level * (clients.counts.double() + new + shrink * (1 + 1 / counts.sum().clamp_min(1)))
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
@@ -386,34 +351,28 @@ def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
 
 
 def _first(
-    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor
+    scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor
 ) -> Tensor:
     """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients'
     share of them, reach `needed` [J].
+
+    That is one of the client's own scores, or the first end of a bin at which all clients' share
+    reaches what the own scores up to it leave.
     """
-    # Scores up to each end, after none.
-    share = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)]) / counts.sum().clamp_min(1)
-    own = scores.masked_fill(~mask, math.inf).sort(-1).values
-    least = needed.unsqueeze(-1) - _ROUNDING
-    at_own = (
-        torch.arange(1, own.shape[1] + 1)
-        + shrink * share[torch.searchsorted(edges, own, right=True)]
+    ends = torch.cat([edges, edges.new_tensor([math.inf])])
+    # Of scores up to each end, after none.
+    share = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
+    share = shrink * share / counts.sum().clamp_min(1)
+    least = needed - _ROUNDING
+    own = scores[clients.order(scores)]
+    rank = torch.arange(1, len(own) + 1) - clients.starts[clients.owner]
+    rest = least[clients.owner] - rank
+    at_own = own.where(share[torch.searchsorted(edges, own, right=True)] >= rest, math.inf)
+    at_end = ends[torch.searchsorted(share[1:], rest)]
+    found = torch.minimum(at_own, at_end.where(at_end >= own, math.inf))
+    return ends[torch.searchsorted(share[1:], least)].scatter_reduce(
+        0, clients.owner, found, "amin"
     )
-    at_edges = (
-        torch.searchsorted(own, edges.expand(len(own), -1).contiguous(), right=True)
-        + shrink * share[1:]
-    )
-    candidates = [
-        own.masked_fill(at_own < least, math.inf),
-        edges.expand(len(own), -1).masked_fill(at_edges < least, math.inf),
-    ]
-    return torch.cat([*candidates, edges.new_full((len(own), 1), math.inf)], -1).amin(-1)
-
-
-def _counted(place: Tensor, group: Tensor, mask: Tensor, groups: int, size: int) -> Tensor:
-    """Count each client's places within each group, [J, G, size]."""
-    out = torch.zeros(len(place), groups * size, dtype=torch.float64)
-    return out.scatter_add_(1, group * size + place, mask.double()).reshape(-1, groups, size)
 
 
 def _like(predictions: Predictions) -> torch.dtype:

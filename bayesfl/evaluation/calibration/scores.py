@@ -53,14 +53,14 @@ def largest_class_score(score: Score, classes: int) -> float:
 
 
 def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
-    """Return the score of targets [J, N, O] under predicted numbers, the largest of an example's,
-    [J, N] in float64.
+    """Return the score of targets [R, O] under predicted numbers, the largest of an example's, [R]
+    in float64.
 
     |y - m| / s of a mean m and a standard deviation s (Lei, G'Sell, Rinaldo, Tibshirani and
     Wasserman, JASA 113, 2018); of intervals max(lower - y, y - upper), which is negative inside
     (Romano, Patterson and Candès, NeurIPS 2019).
     """
-    y = targets.double().reshape(*predictions.mask.shape, -1)
+    y = targets.double().reshape(len(predictions.mask), -1)
     if predictions.variance is None:
         lower, upper = _double(predictions.lower), _double(predictions.upper)
         return torch.maximum(lower - y, y - upper).amax(-1)
@@ -68,10 +68,10 @@ def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
 
 
 def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower and upper ends, [J, N, O], of the numbers that score at most a client's
-    threshold [J]; crossed ends meet.
+    """Return the lower and upper ends, [R, O], of the numbers that score at most a row's threshold
+    [R]; crossed ends meet.
     """
-    t = threshold.reshape(-1, 1, 1)
+    t = threshold.unsqueeze(-1)
     if predictions.variance is None:
         lower, upper = _double(predictions.lower) - t, _double(predictions.upper) + t
         middle = (lower + upper) / 2
@@ -84,4 +84,4 @@ def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tens
 
 def _double(t: Tensor | None) -> Tensor:
     assert t is not None  # the caller has seen what is predicted
-    return t.detach().cpu().double()
+    return t.double()

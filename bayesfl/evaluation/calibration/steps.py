@@ -2,21 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import nan
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, together
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts
-
-Known = TypeVar("Known", LocalPredictions, Parts)
-"""What clients know of themselves, together or in parts."""
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 
 @runtime_checkable
@@ -94,12 +88,8 @@ class Fitted:
         )
         return f"Fitted({self.step}; {kept})"
 
-    def apply(self, local: Known) -> Known:
-        """Return predictions as the step changes them, with whose they are; of parts, each client
-        by its number.
-        """
-        if isinstance(local, Parts):
-            return Parts(self.of(torch.from_numpy(part.ids)).apply(part) for part in local)
+    def apply(self, local: LocalPredictions) -> LocalPredictions:
+        """Return predictions as the step changes them, with whose they are."""
         return replace(local, predictions=self.step.apply(self.state, self.own, local))
 
     def of(self, rows: Tensor) -> "Fitted":
@@ -107,9 +97,7 @@ class Fitted:
         return replace(self, own={name: t[rows] for name, t in self.own.items()})
 
 
-def fit(
-    step: Step, local: LocalPredictions | Parts, outputs: Outputs, ask: Ask | None = None
-) -> Fitted:
+def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None = None) -> Fitted:
     """Fit a step to clients' predictions on its split, after the steps before it.
 
     Args:
@@ -130,28 +118,7 @@ def fit(
         Fitted(Bias(split='validation'); bias [2, 10])
     """
     state = conduct(step, ask or together(step, local), outputs)
-    return Fitted(step, state, settled(step, state, local))
-
-
-def settled(step: Step, state: Tensors, local: LocalPredictions | Parts) -> Tensors:
-    """Return the clients' own parameters, [J, ...], of parts in the order of the clients' numbers;
-    what has one value a row is padded by NaN.
-    """
-    if not isinstance(local, Parts):
-        return step.settle(state, local)
-    each = [step.settle(state, part) for part in local]
-
-    def put(*parts: Tensor) -> Tensor:
-        width = max(t.shape[-1] for t in parts)
-        same = [
-            t
-            if t.dim() == 1 or t.shape[-1] == width
-            else pad(t, (0, width - t.shape[-1]), value=nan)
-            for t in parts
-        ]
-        return torch.cat(same)[local.order]
-
-    return tree_map(put, *each)
+    return Fitted(step, state, step.settle(state, local))
 
 
 def refuse_numbers(step: object, outputs: Outputs) -> None:
@@ -191,7 +158,7 @@ def any_draws(steps: "Iterable[Step]") -> bool:
     return any(getattr(step, "draws", False) for step in steps)
 
 
-def applied(steps: Iterable[Fitted], local: Known) -> Known:
+def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
     """Apply all steps to local predictions, one after the other.
 
     Example:
@@ -201,7 +168,7 @@ def applied(steps: Iterable[Fitted], local: Known) -> Known:
         >>> result = result.calibrate(bf.calibration.Bias())
         >>> (local,) = result.local_predictions(clients.test)
         >>> bf.calibration.applied(result.steps, local).predictions.probs.shape
-        torch.Size([2, 180, 10])
+        torch.Size([359, 10])
     """
     for one in steps:
         local = one.apply(local)
@@ -213,8 +180,7 @@ def changed(predictions: Predictions, logits: Tensor) -> Predictions:
     at the entropy of these.
     """
     assert predictions.probs is not None
-    inside = predictions.mask.reshape(*predictions.mask.shape, *[1] * (logits.dim() - 2)).cpu()
-    probs = torch.where(inside, logits.softmax(-1), torch.nan).to(predictions.probs)
+    probs = logits.softmax(-1).to(predictions.probs)
     return replace(
         predictions,
         probs=probs,

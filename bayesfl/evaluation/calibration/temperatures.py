@@ -16,6 +16,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative
 from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.posteriors.linearised import as_labels
@@ -97,15 +98,15 @@ class Temperature:
         """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and
         two counts; sums over examples, [J].
         """
-        logits, labels, mask = local.labelled
+        logits, labels, clients = local.labelled
         probs = (state["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
         return {
-            "g": ((mean - true) * mask).sum(-1),
-            "h": (h * mask).sum(-1),
-            "n_examples": mask.sum(-1),
-            "n_wrong": ((true < logits.amax(-1)) & mask).sum(-1),
+            "g": clients.sum(mean - true),
+            "h": clients.sum(h),
+            "n_examples": clients.counts,
+            "n_wrong": clients.sum(true < logits.amax(-1)),
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -158,12 +159,12 @@ class Temperature:
         pooled = (1 / state["beta"]).expand(len(local.ids))
         if self.strength == math.inf:
             return {"temperature": pooled.clone()}
-        logits, labels, mask = local.labelled
-        logits = torch.where(mask.unsqueeze(-1), logits - logits.amax(-1, keepdim=True), 0.0)
+        logits, labels, clients = local.labelled
+        logits = logits - logits.amax(-1, keepdim=True)
         grid = torch.linspace(
             math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
         )
-        scored = Tempered(logits.mT.contiguous(), labels, grid)
+        scored = Tempered(logits.T.contiguous(), labels, clients, grid)
         own = scored.minimise(
             pooled.log(), self.strength * state["information"].expand(len(pooled))
         )
@@ -171,10 +172,8 @@ class Temperature:
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) / T)."""
-        logits = local.logits
-        return changed(
-            local.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1))
-        )
+        temperature = local.of_rows(own["temperature"].unsqueeze(-1))
+        return changed(local.predictions, local.logits / temperature)
 
 
 def temperature(logits: Tensor, y: Tensor) -> float:
@@ -213,7 +212,8 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     logits = logits.clamp_min(-1e300)  # of probability 0; its product with 0 is 0
     grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)
-    log_t = Tempered(logits.T[None].contiguous(), y[None], grid).minimise(none, none)
+    clients = Segments(torch.tensor([len(y)]))
+    log_t = Tempered(logits.T.contiguous(), y, clients, grid).minimise(none, none)
     found = float(log_t.exp().clamp(COLDEST, HOTTEST))
     if not COLDEST * 1.001 < found < HOTTEST / 1.001:
         warn(
@@ -241,43 +241,44 @@ def _following(step: float, low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Tempered:
-    """Logits [J, O, N], whose largest of an example is 0, and labels [J, N] as functions of log T
-    [J], and a grid of values to try.
+    """Logits [O, R], whose largest of an example is 0, and labels [R] of some clients as functions
+    of log T [J], and a grid of values to try.
 
-    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others.
     Classes come before examples because torch's sums over a few classes are several times slower
     along the last axis.
     """
 
     logits: Tensor
     labels: Tensor
+    clients: Segments
     grid: Tensor
 
     @cached_property
     def true(self) -> Tensor:
         """Return the logits of the labels, summed over examples [J]."""
-        return self.logits.gather(1, self.labels[:, None]).sum((1, 2))
+        return self.clients.sum(self.logits.gather(0, self.labels[None])[0])
 
     def nll(self, log_t: Tensor) -> Tensor:
         """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
         beta = (-log_t).exp()
         # No largest logit has to be taken out, since it is 0, and in place: this is the costly part
         # of a calibration.
-        return (self.logits * beta[:, None, None]).exp_().sum(1).log_().sum(-1) - self.true * beta
+        losses = (self.logits * beta[self.clients.owner]).exp_().sum(0).log_()
+        return self.clients.sum(losses) - self.true * beta
 
     def slopes(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the derivative of `nll` by log T, u_y - E u for u = logits / T, and the Fisher
         information, Var u; sums [J].
         """
         beta = (-log_t).exp()
-        u = self.logits * beta[:, None, None]
+        u = self.logits * beta[self.clients.owner]
         e = u.exp()
-        total = e.sum(1)
+        total = e.sum(0)
         e *= u
-        mean = e.sum(1) / total
+        mean = e.sum(0) / total
         e *= u
-        information = (e.sum(1) / total - mean.square()).sum(-1)
-        return self.true * beta - mean.sum(-1), information
+        information = self.clients.sum(e.sum(0) / total - mean.square())
+        return self.true * beta - self.clients.sum(mean), information
 
     def minimise(self, centre: Tensor, pull: Tensor) -> Tensor:
         """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within
@@ -287,7 +288,7 @@ class Tempered:
         there may be several: hence the grid, between whose neighbours Newton's steps, or halvings,
         go on. If the nll does not depend on T, the result is `centre`.
         """
-        tried = torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
+        tried = torch.stack([self.nll(g.expand(len(self.clients))) for g in self.grid], -1)
         values = tried + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
         low = self.grid[(best - 1).clamp_min(0)]

@@ -1,14 +1,119 @@
-"""Clients and their rows: checks of padded input, pooling of all examples, and summaries over
-clients.
+"""Clients and their rows: sums by client, checks of padded input, pooling of all examples, and
+summaries over clients.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows of J clients, one client's after the other's, so that nothing is padded.
+
+    Args:
+        counts: Number of each client's rows, [J] int64.
+
+    Example:
+        >>> from bayesfl.evaluation.metrics.clients import Segments
+        >>> clients = Segments(torch.tensor([2, 0, 1]))
+        >>> clients.owner.tolist()
+        [0, 0, 2]
+        >>> clients.sum(torch.tensor([1.0, 2.0, 5.0])).tolist()
+        [3.0, 0.0, 5.0]
+        >>> clients.mean(torch.tensor([1.0, 2.0, 5.0])).tolist()
+        [1.5, nan, 5.0]
+    """
+
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """Return the place of each row's client, [R] int64."""
+        return torch.repeat_interleave(self.counts)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Return where each client's rows begin, [J] int64."""
+        return self.counts.cumsum(0) - self.counts
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum values [R, ...] over each client's rows: [J, ...] in float64."""
+        out = torch.zeros(len(self), *values.shape[1:], dtype=torch.float64)
+        return out.index_add_(0, self.owner, values.double())
+
+    def mean(self, values: Tensor, among: Tensor | None = None) -> Tensor:
+        """Average values [R] over each client's rows: [J] in float64, NaN where it has none.
+
+        Args:
+            values: The values.
+            among: Which rows count, [R] bool; None for all.
+        """
+        if among is None:
+            return self.sum(values) / self.counts
+        return self.sum(values.double().masked_fill(~among, 0)) / self.sum(among)
+
+    def count(self, place: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
+        """Sum `weight` [R] of each client's rows by `place` [R] in [0, size): [J, size] in float64;
+        None counts rows.
+        """
+        index = self.owner * size + place
+        weights = None if weight is None else weight.double()
+        return torch.bincount(index, weights, len(self) * size).double().view(-1, size)
+
+    def kept(self, inside: Tensor) -> "Segments":
+        """Return whose rows those are that are `inside`, [R] bool."""
+        return Segments(self.sum(inside).long())
+
+    def order(self, values: Tensor) -> Tensor:
+        """Return the places of the rows in ascending order of values [R] within each client."""
+        order = values.argsort(stable=True)
+        return order[self.owner[order].argsort(stable=True)]
+
+    def padded(self, values: Tensor, fill: float) -> Tensor:
+        """Return values [R, ...] with an axis of clients, [J, N, ...], padded to the longest."""
+        width = int(self.counts.max()) if len(self) else 0
+        inside = torch.arange(width) < self.counts[:, None]
+        out = values.new_full((*inside.shape, *values.shape[1:]), fill)
+        out[inside] = values
+        return out
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Checked predictions of some rows, without a value where one is not finite.
+
+    Args:
+        clients: Whose the rows are.
+        bad: Which rows have a prediction that is not finite, [R] bool.
+        single: Whether they are of one model, of which a measure is one number.
+    """
+
+    clients: Segments
+    bad: Tensor
+    single: bool
+
+    def told(self, values: Tensor) -> Tensor:
+        """Return values of examples, [R] in float64: NaN for those that are `bad`."""
+        return values.double().masked_fill(self.bad, math.nan)
+
+    def average(self, values: Tensor) -> Tensor:
+        """Average values [R] over each client's examples: [J], [] of one model."""
+        return self.of_clients(self.clients.mean(self.told(values)))
+
+    def of_clients(self, values: Tensor) -> Tensor:
+        """Return values [J, ...], NaN for clients with a bad prediction; of one model alone."""
+        values[self.clients.sum(self.bad) > 0] = math.nan
+        return values[0] if self.single else values
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,3 +236,32 @@ def check_shapes(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
         raise ValueError(
             f"mask must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()"
         )
+
+
+def rows_of_numbers(
+    targets: Any, mask: Tensor | None, **numbers: Any
+) -> tuple[Segments, list[Tensor]]:
+    """Return predicted numbers and the targets of examples, [R, O] each in this order, and whose
+    they are.
+
+    Args:
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
+        numbers: Predicted numbers by name, [J, N, O].
+
+    Raises:
+        ValueError: Shapes do not fit, or the target of an example is not finite.
+    """
+    each = {name: as_clients(t, targets, mask) for name, t in numbers.items()}
+    found = {name: t.detach().cpu() for name, (t, _, _) in each.items()}
+    first, (_, y, inside) = next(iter(found.values())), next(iter(each.values()))
+    y, inside = y.detach().cpu(), inside.detach().cpu()
+    y = y[..., None] if y.dim() == 2 and first.shape[-1] == 1 else y
+    check_alike(**found, targets=y)
+    check_shapes(first, inside)
+    rows = [t[inside] for t in (*found.values(), y)]
+    if not bool(rows[-1].isfinite().all()):
+        raise ValueError(
+            "targets must be finite where mask is True; mask the rows that are padding"
+        )
+    return Segments(inside.sum(1)), rows

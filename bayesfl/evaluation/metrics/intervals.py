@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
-from bayesfl.evaluation.metrics.clients import check_alike, check_shapes
-from bayesfl.evaluation.metrics.measured import Measured, average, totals
+from bayesfl.evaluation.metrics.clients import Checked, Segments, rows_of_numbers
+from bayesfl.evaluation.metrics.measured import Measured
 
 
 @declared
@@ -54,7 +53,7 @@ def interval_summary(
         >>> found["coverage"], found["width"]
         (0.5, 2.0)
     """
-    return measured_intervals(lower, upper, targets, mask, level=level, middle=middle).summary()
+    return _measured(lower, upper, targets, mask, level, middle).summary()
 
 
 @declared
@@ -91,60 +90,51 @@ def interval_table(
         >>> dict(zip(found["client"].tolist(), found["coverage"].tolist()))
         {'a': 1.0, 'b': 0.0}
     """
-    found = measured_intervals(lower, upper, targets, mask, level=level, middle=middle)
-    return found.table(names)
+    return _measured(lower, upper, targets, mask, level, middle).table(names)
 
 
-def measured_intervals(
+def _measured(
     lower: Tensor,
     upper: Tensor,
     targets: Tensor,
     mask: Tensor,
+    level: float,
+    middle: Tensor | None,
+) -> Measured:
+    """Compute every measure of padded rows, as `interval_summary` takes them."""
+    given = {"lower": lower, "upper": upper} | ({} if middle is None else {"middle": middle})
+    clients, (low, high, *centre, y) = rows_of_numbers(targets, mask, **given)
+    return measured_intervals(clients, low, high, y, *centre, level=level)
+
+
+def measured_intervals(
+    clients: Segments,
+    lower: Tensor,
+    upper: Tensor,
+    targets: Tensor,
+    middle: Tensor | None = None,
     *,
     level: float = 0.9,
-    middle: Tensor | None = None,
 ) -> Measured:
-    """Compute every measure of some clients, as `interval_summary` takes them.
+    """Compute every measure of the intervals of rows, [R, O] each.
 
     Raises:
-        ValueError: Shapes do not fit, targets are not finite, or a lower end is above the upper
-            one.
+        ValueError: A lower end is above the upper one.
     """
-    lower, upper, targets, mask = (
-        torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask)
-    )
-    targets = targets[..., None] if targets.dim() == 2 and lower.shape[-1] == 1 else targets
-    check_alike(lower=lower, upper=upper, targets=targets)
-    check_shapes(lower, mask)
-    if bool((targets.isfinite().all(-1) < mask).any()):
-        raise ValueError(
-            "targets must be finite where mask is True; mask the rows that are padding"
-        )
     # Not NaN; a lower end may be -inf, an upper one inf.
     there = ((lower < math.inf) & (upper > -math.inf)).all(-1)
-    use = (mask & there)[..., None]
-    low, high, y = (t.to(torch.float64).masked_fill(~use, 0) for t in (lower, upper, targets))
+    low, high, y = (t.double().masked_fill(~there[:, None], 0) for t in (lower, upper, targets))
     if bool((low > high).any()):
         raise ValueError("a lower end is above its upper one; sort the two")
     outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)
     score = high - low + 2 / (1 - level) * outside
-    centre = (
-        (low + high) / 2
-        if middle is None
-        else middle.detach().cpu().reshape(low.shape).double().masked_fill(~use, 0)
-    )
-    examples = {
+    centre = (low + high) / 2 if middle is None else middle.double()
+    values = {
         "rmse": (y - centre).square().mean(-1),
         "pinball": (0.5 * (1 - level) * score).sum(-1),
         "coverage": (outside == 0).double().mean(-1),
         "width": (high - low).mean(-1),
         "interval_score": score.mean(-1),
     }
-    broken = (mask & ~there).any(-1)
-    columns = {
-        name: average(name, (t * mask).sum(-1), mask.sum(-1)).masked_fill(broken, math.nan)
-        for name, t in examples.items()
-    }
-    without = {name: t.isnan() & mask.any(-1) for name, t in columns.items()}
-    sums = {name: totals(t, mask, broken=bool(broken.any())) for name, t in examples.items()}
-    return Measured(mask.sum(-1), columns, without, sums)
+    told = Checked(clients, ~there, False).told
+    return Measured.of(clients, {name: told(t) for name, t in values.items()})

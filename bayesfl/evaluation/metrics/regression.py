@@ -2,9 +2,8 @@
 one of counts.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Count, declared
-from bayesfl.evaluation.metrics.clients import as_clients, check_alike, check_shapes
+from bayesfl.evaluation.metrics.clients import Checked, Segments, rows_of_numbers
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
-from bayesfl.evaluation.metrics.measured import Measured, average, totals
+from bayesfl.evaluation.metrics.measured import Measured, rooted
 
 
 def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -33,8 +32,8 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> bf.metrics.rmse(torch.zeros(2), torch.tensor([1.0, 7.0])).item()  # the root of 25
         5.0
     """
-    fitted = _Fitted.of(mean, None, targets, mask)
-    return fitted.average(fitted.squares(), "rmse")
+    fitted = Fitted.of(mean, None, targets, mask)
+    return rooted("rmse", fitted.average(fitted.squares()))
 
 
 def gaussian_nll(
@@ -57,7 +56,7 @@ def gaussian_nll(
         >>> round(bf.metrics.gaussian_nll(mean, variance, y).item(), 3)  # log(2 pi) / 2 + 1 / 4
         1.169
     """
-    fitted = _Fitted.of(mean, variance, targets, mask)
+    fitted = Fitted.of(mean, variance, targets, mask)
     return fitted.average(fitted.losses())
 
 
@@ -91,7 +90,7 @@ def coverage(
         >>> bf.metrics.coverage(mean, variance, y, level=0.9).item()
         0.75
     """
-    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
+    fitted = Fitted.of(mean, variance, targets, mask, distribution)
     return fitted.average(fitted.inside(level))
 
 
@@ -124,7 +123,7 @@ def crps(
         >>> round(bf.metrics.crps(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
         0.2337
     """
-    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
+    fitted = Fitted.of(mean, variance, targets, mask, distribution)
     return fitted.average(fitted.scores())
 
 
@@ -161,7 +160,7 @@ def pit_histogram(
         >>> bf.metrics.pit_histogram(mean, variance, y, bins=2).tolist()
         [0.5, 0.5]
     """
-    return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
+    return Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
 
 def regression_summary(
@@ -192,7 +191,7 @@ def regression_summary(
         >>> found["rmse"], round(found["pooled_rmse"] ** 2, 6), found["coverage_90"]
         (1.5, 2.5, 0.5)
     """
-    return measured_numbers(mean, variance, targets, mask, distribution=distribution).summary()
+    return measured_numbers(Fitted.of(mean, variance, targets, mask, distribution)).summary()
 
 
 def regression_table(
@@ -224,40 +223,33 @@ def regression_table(
         >>> bf.metrics.regression_table(mean, torch.ones(2, 3, 1), y, mask)["rmse"].tolist()
         [1.0, 2.0]
     """
-    return measured_numbers(mean, variance, targets, mask, distribution=distribution).table(names)
+    found = measured_numbers(Fitted.of(mean, variance, targets, mask, distribution))
+    return found.table(names)
 
 
-def measured_numbers(
-    mean: Tensor,
-    variance: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    *,
-    distribution: DistributionName = "normal",
-) -> Measured:
-    """Compute every measure of some clients, as `regression_summary` takes them."""
-    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
-    examples, broken = fitted.examples(), bool(fitted.broken.any())
-    columns = {name: fitted.average(t, name) for name, t in examples.items()}
-    sums = {name: totals(t, fitted.mask, broken=broken) for name, t in examples.items()}
-    averaged = dict.fromkeys(columns, fitted.broken)
-    columns["width_90"] = fitted.width(0.9)
-    return Measured(fitted.mask.sum(-1), columns, averaged, sums)
+def measured_numbers(fitted: "Fitted") -> Measured:
+    """Compute every measure of checked predictions, as `regression_summary` names them."""
+    values = {
+        "rmse": fitted.squares(),
+        "nll": fitted.losses(),
+        "crps": fitted.scores(),
+        "coverage_50": fitted.inside(0.5),
+        "coverage_90": fitted.inside(0.9),
+    }
+    found = Measured.of(fitted.clients, {name: fitted.told(t) for name, t in values.items()})
+    return replace(found, columns={**found.columns, "width_90": fitted.width(0.9)})
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """Checked predictions, with mean and target 0 (of counts 1) and variance 1 in every row that is
-    padding or not finite.
+class Fitted(Checked):
+    """Checked predictions of numbers, R rows, with mean and target 0 (of counts 1) and variance 1
+    in every row that is not finite.
     """
 
-    mean: Tensor  # [J, N, O]
-    variance: Tensor  # [J, N, O]
-    targets: Tensor  # [J, N, O]
-    mask: Tensor  # [J, N]
-    broken: Tensor  # [J]
+    mean: Tensor  # [R, O]
+    variance: Tensor  # [R, O]
+    targets: Tensor  # [R, O]
     kind: DistributionName = "normal"
-    single: bool = False  # whether they are of one model, of which a measure is one number
 
     @classmethod
     def of(
@@ -267,26 +259,38 @@ class _Fitted:
         targets: Tensor,
         mask: Tensor | None,
         kind: DistributionName = "normal",
-    ) -> "_Fitted":
-        single = mask is None
-        if single and variance is not None:
-            variance = as_clients(variance, targets, None)[0]
-        mean, targets, mask = (t.detach().cpu() for t in as_clients(mean, targets, mask))
-        targets = targets[..., None] if targets.dim() == 2 and mean.shape[-1] == 1 else targets
-        variance = (
-            torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
-        )
-        check_alike(mean=mean, variance=variance, targets=targets)
-        check_shapes(mean, mask)
-        if bool((targets.isfinite().all(-1) < mask).any()):
-            raise ValueError(
-                "targets must be finite where mask is True; mask the rows that are padding"
-            )
-        finite = mean.isfinite().all(-1) & variance.isfinite().all(-1)
-        use = (mask & finite)[..., None]
+    ) -> "Fitted":
+        """Check predictions, targets and mask, and make a `Fitted` of them; without a mask those of
+        one model, [N, O].
+
+        Raises:
+            ValueError: The shapes do not fit, or as by `of_rows`.
+        """
+        given = {"mean": mean} | ({} if variance is None else {"variance": variance})
+        clients, (loc, *spread, y) = rows_of_numbers(targets, mask, **given)
+        variance = spread[0] if spread else torch.ones_like(loc)
+        return cls.of_rows(clients, loc, variance, y, kind, single=mask is None)
+
+    @classmethod
+    def of_rows(
+        cls,
+        clients: Segments,
+        mean: Tensor,
+        variance: Tensor,
+        targets: Tensor,
+        kind: DistributionName = "normal",
+        *,
+        single: bool = False,
+    ) -> "Fitted":
+        """Make a `Fitted` of rows, [R, O] each.
+
+        Raises:
+            ValueError: A number lies outside the distribution's range.
+        """
+        bad = ~(mean.isfinite().all(-1) & variance.isfinite().all(-1))
         filled = float(kind == "counts")  # a mean of counts is above 0
-        mean, targets = (t.to(torch.float64).masked_fill(~use, filled) for t in (mean, targets))
-        variance = variance.to(torch.float64).masked_fill(~use, 1)
+        mean, targets = (t.double().masked_fill(bad[:, None], filled) for t in (mean, targets))
+        variance = variance.double().masked_fill(bad[:, None], 1)
         if variance.numel() and not float(variance.min()) > 0:
             raise ValueError(
                 f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the "
@@ -298,29 +302,23 @@ class _Fitted:
                 "distribution='counts' is for means > 0 and targets that are whole numbers >= 0; "
                 "leave it out for others"
             )
-        return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind, single)
+        return cls(clients, bad, single, mean, variance, targets, kind)
 
     @cached_property
     def distribution(self) -> Distribution:
+        """Return the predictive distribution of every target."""
         return DISTRIBUTIONS[self.kind](self.mean, self.variance)
 
-    def examples(self) -> dict[str, Tensor]:
-        """Return every measure of every example, [J, N]; of `rmse` its square."""
-        return {
-            "rmse": self.squares(),
-            "nll": self.losses(),
-            "crps": self.scores(),
-            "coverage_50": self.inside(0.5),
-            "coverage_90": self.inside(0.9),
-        }
-
     def squares(self) -> Tensor:
+        """Return the mean squared error of every example, [R]."""
         return (self.targets - self.mean).square().mean(-1)
 
     def losses(self) -> Tensor:
+        """Return the negative log density of every example, [R] in nats."""
         return self.distribution.nll(self.targets).sum(-1)
 
     def scores(self) -> Tensor:
+        """Return the continuous ranked probability score of every example, [R]."""
         return self.distribution.crps(self.targets).mean(-1)
 
     def _interval(self, level: float) -> tuple[Tensor, Tensor]:
@@ -328,6 +326,7 @@ class _Fitted:
         return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
 
     def inside(self, level: float) -> Tensor:
+        """Return the share of an example's targets inside the central interval, [R]."""
         if self.kind == "counts":
             ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
             return self._passed(ends).diff(dim=-1)[..., 0].mean(-1)
@@ -335,18 +334,19 @@ class _Fitted:
         return ((lower <= self.targets) & (self.targets <= upper)).double().mean(-1)
 
     def width(self, level: float) -> Tensor:
+        """Return the mean width of the central interval, [J]."""
         lower, upper = self._interval(level)
         return self.average((upper - lower).mean(-1))
 
     @cached_property
     def _transform(self) -> tuple[Tensor, Tensor]:
-        """Return P(Y < y) and P(Y <= y), [J, N, O, 1] each."""
+        """Return P(Y < y) and P(Y <= y), [R, O, 1] each."""
         return self.distribution.below(self.targets)[..., None], self.distribution.cdf(
             self.targets
         )[..., None]
 
     def _passed(self, edges: Tensor) -> Tensor:
-        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]; where
+        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [R, O, edges]; where
         both round to 1, all of it at 1.
         """
         lower, upper = self._transform
@@ -357,14 +357,10 @@ class _Fitted:
         )
 
     def pit(self, bins: int) -> Tensor:
+        """Return the histogram of probability integral transforms, [J, bins]."""
         if self.kind == "normal":  # the bin that holds the value, the last one 1, too
             place = (self.distribution.cdf(self.targets) * bins).floor().clamp(max=bins - 1).long()
             share = torch.nn.functional.one_hot(place, bins).double()
         else:
             share = self._passed(torch.linspace(0, 1, bins + 1, dtype=torch.float64)).diff(dim=-1)
         return torch.stack([self.average(part.mean(-1)) for part in share.unbind(-1)], -1)
-
-    def average(self, values: Tensor, name: str = "") -> Tensor:
-        means = average(name, (values * self.mask).sum(-1), self.mask.sum(-1))
-        means = means.masked_fill(self.broken, math.nan)
-        return means[0] if self.single else means

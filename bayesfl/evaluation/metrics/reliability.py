@@ -141,9 +141,10 @@ def reliability_bins(
         ([nan, 0.75], [nan, 0.5], [0, 2])
     """
     scored = Scored.of(probs, labels, mask)
-    if scored.broken.any():
+    if scored.bad.any():
+        who = scored.clients.owner[scored.bad].unique().tolist()
         raise ValueError(
-            f"clients {scored.broken.nonzero().flatten().tolist()} have predictions that are not "
+            f"clients {who} have predictions that are not "
             "finite: the run diverged (lower its learning rate), or `mask` covers padded rows"
         )
     count, hits, confidence = (t[0].numpy() for t in binned(scored.pooled(), bins))
@@ -158,12 +159,8 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     bins of confidence, [J, bins] each.
     """
     confidence = scored.top[0]
-    where = bin_of(confidence, bins)
-    return (
-        scored.count(where, bins),
-        scored.count(where, bins, scored.hits),
-        scored.count(where, bins, confidence),
-    )
+    where, count = bin_of(confidence, bins), scored.clients.count
+    return count(where, bins), count(where, bins, scored.hits), count(where, bins, confidence)
 
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
@@ -173,7 +170,7 @@ def bin_of(confidence: Tensor, bins: int) -> Tensor:
 
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
     """Compute one number for each client, [J], from the gaps between accuracy and confidence."""
-    return scored.nan_broken(error_in_bins(*binned(scored, bins), norm))
+    return scored.of_clients(error_in_bins(*binned(scored, bins), norm))
 
 
 def error_in_bins(count: Tensor, hits: Tensor, confidence: Tensor, norm: Norm = "l1") -> Tensor:

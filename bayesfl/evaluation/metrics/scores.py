@@ -3,14 +3,14 @@ curve, client by client.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.numerics import levelled
-from bayesfl.evaluation.metrics.clients import as_clients, check_shapes, pool
+from bayesfl.evaluation.metrics.clients import Checked, Segments, as_clients, check_shapes
 
 
 def accuracy(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -31,7 +31,8 @@ def accuracy(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tenso
         >>> bf.metrics.accuracy(probs[None], y[None], torch.tensor([[True, False]])).tolist()
         [1.0]
     """
-    return Scored.of(probs, labels, mask).accuracy()
+    scored = Scored.of(probs, labels, mask)
+    return scored.average(scored.hits)
 
 
 def nll(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -53,7 +54,8 @@ def nll(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> round(bf.metrics.nll(probs, y).item(), 3)  # (log 2 + log 4) / 2
         1.04
     """
-    return Scored.of(probs, labels, mask).nll()
+    scored = Scored.of(probs, labels, mask)
+    return scored.average(scored.losses)
 
 
 def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -75,7 +77,8 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> bf.metrics.brier(torch.tensor([[0.75, 0.25]]), torch.tensor([0])).item()
         0.125
     """
-    return Scored.of(probs, labels, mask).brier()
+    scored = Scored.of(probs, labels, mask)
+    return scored.average(scored.squares)
 
 
 def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -123,14 +126,11 @@ def auroc(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Checked predictions of classes, with zeros in every row that is padding or not finite."""
+class Scored(Checked):
+    """Checked predictions of classes, R rows, with zeros where one is not finite."""
 
-    probs: Tensor  # [J, N, O]
-    labels: Tensor  # [J, N]
-    mask: Tensor  # [J, N]
-    broken: Tensor  # [J], clients with a prediction that is not finite
-    single: bool = False  # whether they are of one model, of which a measure is one number
+    probs: Tensor  # [R, O]
+    labels: Tensor  # [R]
 
     @classmethod
     def of(cls, probs: Tensor, labels: Tensor, mask: Tensor | None) -> "Scored":
@@ -138,8 +138,7 @@ class Scored:
         one model, [N, O] and [N].
 
         Raises:
-            ValueError: The shapes or types do not fit, or a label or probability is out of range;
-                the message names the remedy.
+            ValueError: The shapes or types do not fit, or as by `of_rows`.
         """
         single = mask is None
         probs, labels, mask = (t.detach().cpu() for t in as_clients(probs, labels, mask))
@@ -151,8 +150,20 @@ class Scored:
                 * (probs.dim() == 4)
             )
         check_shapes(probs, mask, labels=labels)
+        return cls.of_rows(Segments(mask.sum(1)), probs[mask], labels[mask], single=single)
+
+    @classmethod
+    def of_rows(
+        cls, clients: Segments, probs: Tensor, labels: Tensor, *, single: bool = False
+    ) -> "Scored":
+        """Make a `Scored` of rows, [R, O] and [R].
+
+        Raises:
+            ValueError: A label is no integer, or a label or probability is out of range; the
+                message names the remedy.
+        """
         integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
-        kind, labels, outputs = labels.dtype, labels.long().masked_fill(~mask, 0), probs.shape[-1]
+        kind, labels, outputs = labels.dtype, labels.long(), probs.shape[-1]
         lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
         if not integers or lowest < 0 or highest >= outputs:
             raise ValueError(
@@ -162,9 +173,9 @@ class Scored:
             )
         finite = (probs < math.inf).all(-1)  # -inf is a log probability, and refused below
         exact = probs.dtype if probs.is_floating_point() else torch.float64
-        probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
+        probs = probs.to(exact).masked_fill(~finite[:, None], 0)
         least, most = (float(probs.min()), float(probs.max())) if probs.numel() else (0.0, 1.0)
-        total = probs.sum(-1)[mask & finite]
+        total = _summed(probs, 1)[finite]
         # Each probability of a row in half precision is rounded, which shows in their sum.
         apart = (total - 1).abs() > max(1e-3, 2 * torch.finfo(exact).eps)
         if least < -1e-6 or most > 1 + 1e-2 or bool(apart.any()):
@@ -174,108 +185,72 @@ class Scored:
                 f"{float(total.max()):.4g}; of logits take softmax(-1), of log probabilities "
                 "exp(), of scores probs / probs.sum(-1, keepdim=True)"
             )
-        return cls(probs, labels, mask, (mask & ~finite).any(-1), single)
+        return cls(clients, ~finite, single, probs, labels)
 
     def pooled(self) -> "Scored":
         """Pool all examples of all clients, as those of one client."""
-        return Scored(*pool(self.probs, self.labels, self.mask), broken=self.broken.any()[None])
+        return replace(self, clients=Segments(self.clients.counts.sum()[None]))
 
     @cached_property
     def top(self) -> tuple[Tensor, Tensor]:
-        """Return confidence and predicted class, [J, N] each; the first class of those that tie."""
+        """Return confidence, in float64, and predicted class, [R] each; the first class of those
+        that tie.
+        """
         best = self.probs.max(-1)
-        return best.values, best.indices
+        return best.values.double(), best.indices
 
     @cached_property
     def hits(self) -> Tensor:
-        """Return where the predicted class is the true one, [J, N] bool."""
+        """Return where the predicted class is the true one, [R] bool."""
         return self.top[1] == self.labels
-
-    def accuracy(self) -> Tensor:
-        """Compute the share of hits, [J]."""
-        return self.average(self.hits)
 
     @cached_property
     def true(self) -> Tensor:
-        """Return the probability of the true class, [J, N]."""
-        return self.probs.gather(-1, self.labels[..., None])[..., 0]
-
-    def nll(self) -> Tensor:
-        """Compute the mean negative log probability of the true class, [J], in nats per example."""
-        return self.average(self.losses)
+        """Return the probability of the true class, [R] in float64."""
+        return self.probs.gather(-1, self.labels[:, None])[:, 0].double()
 
     @cached_property
     def losses(self) -> Tensor:
-        """Return the negative log probability of the true class, [J, N], in nats."""
+        """Return the negative log probability of the true class, [R], in nats."""
         return -self.true.clamp(torch.finfo(torch.float64).tiny, 1).log()
-
-    def brier(self) -> Tensor:
-        """Compute the squared error of the probabilities, summed over classes and averaged over
-        examples, [J].
-        """
-        return self.average(self.squares)
 
     @cached_property
     def squares(self) -> Tensor:
-        """Return the squared error of the probabilities, summed over classes, [J, N]."""
-        return self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square()
+        """Return the squared error of the probabilities, summed over classes, [R]."""
+        return _summed(self.probs, 2) - self.true.square() + (1 - self.true).square()
 
     def macro_f1(self) -> Tensor:
         """Compute the F1 score averaged over classes, [J]."""
-        outputs, predicted = self.probs.shape[-1], self.top[1]
-        right = self.count(predicted, outputs, self.hits)
-        total = self.count(predicted, outputs) + self.count(self.labels, outputs)
+        outputs, predicted, count = self.probs.shape[-1], self.top[1], self.clients.count
+        right = count(predicted, outputs, self.hits)
+        total = count(predicted, outputs) + count(self.labels, outputs)
         # 0 / 0 marks a class that does not occur.
-        return self.nan_broken((2 * right / total).nanmean(-1))
+        return self.of_clients((2 * right / total).nanmean(-1))
 
     def auroc(self) -> Tensor:
         """Compute the area under the ROC curve averaged over classes, [J]."""
-        clients, rows, outputs = self.probs.shape
-        position = torch.arange(rows, dtype=torch.int32).expand(clients, rows)
-        edge = torch.ones(clients, min(rows, 1), dtype=torch.bool)
+        clients, outputs = self.clients, self.probs.shape[-1]
         areas = []
         for k in (1,) if outputs == 2 else range(outputs):
-            score = levelled(self.probs[..., k].masked_fill(~self.mask, math.inf))
-            score, order = score.sort(-1)
-            change = score[:, 1:] != score[:, :-1]
-            first = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
-            last = (
-                torch.where(torch.cat([change, edge], -1), position, rows)
-                .flip(-1)
-                .cummin(-1)
-                .values.flip(-1)
-            )
-            positive = ((self.labels == k) & self.mask).gather(-1, order)
+            order = clients.order(self.probs[:, k])
+            score = levelled(self.probs[order, k], among=clients.owner)
+            positive = (self.labels == k)[order]
+            new = (score[1:] != score[:-1]) | (clients.owner[1:] != clients.owner[:-1])
+            tied = torch.cat([new.new_zeros(min(len(score), 1)), new]).cumsum(0)
+            last = tied.bincount().cumsum(0)
+            first = torch.cat([last.new_zeros(1), last])[:-1]
             # Number of examples ranked below, ties counting half.
-            below = (first + last).double() / 2 * positive
-            ours = positive.sum(-1)
+            below = (first + last - 1).double()[tied] / 2 - clients.starts[clients.owner]
+            ours = clients.sum(positive)
             areas.append(
-                (below.sum(-1) - ours * (ours - 1) / 2) / (ours * (self.mask.sum(-1) - ours))
+                (clients.sum(below * positive) - ours * (ours - 1) / 2)
+                / (ours * (clients.counts - ours))
             )
-        return self.nan_broken(torch.stack(areas, -1).nanmean(-1))
+        return self.of_clients(torch.stack(areas, -1).nanmean(-1))
 
-    def average(self, values: Tensor) -> Tensor:
-        """Average values [J, N] over each client's examples: [J]."""
-        return self.nan_broken(
-            (values * self.mask).sum(-1, dtype=torch.float64) / self.mask.sum(-1)
-        )
 
-    def count(self, where: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
-        """Sum `weight` [J, N] of each client's examples by the place `where` [J, N] in [0, size):
-        [J, size]; None counts examples.
-        """
-        clients = len(where)
-        weights = self.mask.double() if weight is None else self.mask * weight.double()
-        index = where + size * torch.arange(clients)[:, None]
-        return (
-            torch.bincount(index.flatten(), weights.flatten(), minlength=clients * size)
-            .double()
-            .view(clients, size)
-        )
-
-    def nan_broken(self, values: Tensor) -> Tensor:
-        """Set values [J] to NaN for clients with a prediction that is not finite; return the one
-        number [] of one model.
-        """
-        values = values.masked_fill(self.broken, math.nan)
-        return values[0] if self.single else values
+def _summed(probs: Tensor, power: int) -> Tensor:
+    """Return the sums of probabilities [R, O] to a power, [R] in float64, some rows at a time, as
+    the whole in float64 would take more than the predictions.
+    """
+    return torch.cat([some.double().pow(power).sum(-1) for some in probs.split(2**16)])

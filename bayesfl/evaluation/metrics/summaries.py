@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bayesfl.base.options import Count, declared
-from bayesfl.evaluation.metrics.measured import Measured, totals
-from bayesfl.evaluation.metrics.reliability import binned, calibration_error
+from bayesfl.evaluation.metrics.clients import bottom_decile
+from bayesfl.evaluation.metrics.measured import Measured
+from bayesfl.evaluation.metrics.reliability import calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
 
 
@@ -40,7 +40,7 @@ def classification_summary(
         >>> found["accuracy"], found["accuracy_decile"], found["pooled_accuracy"]
         (0.5, 0.0, 0.5)
     """
-    return measured_classes(probs, labels, mask, bins).summary()
+    return measured_classes(Scored.of(probs, labels, mask), bins).summary()
 
 
 @declared
@@ -72,23 +72,30 @@ def per_client_table(
         >>> dict(zip(found["client"].tolist(), found["accuracy"].tolist()))
         {'north': 1.0, 'south': 0.0}
     """
-    return measured_classes(probs, labels, mask, bins).table(names)
+    return measured_classes(Scored.of(probs, labels, mask), bins).table(names)
 
 
-def measured_classes(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Measured:
-    """Compute every measure of some clients, as `classification_summary` takes them."""
-    scored = Scored.of(probs, labels, mask)
+def measured_classes(scored: Scored, bins: int = 15) -> Measured:
+    """Compute every measure of checked predictions, as `classification_summary` names them."""
+    values = {"accuracy": scored.hits, "nll": scored.losses, "brier": scored.squares}
+    found = Measured.of(scored.clients, {name: scored.told(t) for name, t in values.items()})
+    everyone = scored.pooled()
     columns = {
-        "accuracy": scored.accuracy(),
-        "nll": scored.nll(),
+        "accuracy": found.columns["accuracy"],
+        "nll": found.columns["nll"],
         "ece": calibration_error(scored, bins),
         "mce": calibration_error(scored, bins, "max"),
-        "brier": scored.brier(),
+        "brier": found.columns["brier"],
         "macro_f1": scored.macro_f1(),
         "auroc": scored.auroc(),
     }
-    broken = bool(scored.broken.any())
-    examples = {"accuracy": scored.hits, "nll": scored.losses, "brier": scored.squares}
-    sums = {name: totals(t, scored.mask, broken=broken) for name, t in examples.items()}
-    sums["bins"] = torch.cat(binned(scored.pooled(), bins)) * (math.nan if broken else 1.0)
-    return Measured(scored.mask.sum(-1), columns, dict.fromkeys(columns, scored.broken), sums)
+    means = {name: float(t.nanmean()) for name, t in columns.items()}
+    means["accuracy_decile"] = bottom_decile(columns["accuracy"])
+    pooled = {
+        **found.pooled,
+        "ece": float(calibration_error(everyone, bins)),
+        "mce": float(calibration_error(everyone, bins, "max")),
+    }
+    if scored.bad.any():
+        means = dict.fromkeys(means, math.nan)
+    return Measured(found.examples, columns, means, pooled)

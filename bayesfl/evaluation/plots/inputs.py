@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bayesfl.data.names import check_names
 from bayesfl.data.outline import known_names
-from bayesfl.evaluation.predictions import per_place
 
 
 def predictions(
@@ -28,13 +27,12 @@ def predictions(
                 "a result brings its own labels and mask; leave them out, or pass probabilities "
                 "instead of the result"
             )
-        test = source.data.test
-        probs = source.predict(test).probs
-        if probs is None:
+        found = source.predict(source.data.test).places()
+        if found.probs is None:
             raise ValueError(
                 "this result is of regression, whose diagram is plots.interval_reliability(result)"
             )
-        return per_place(probs, *test.padded_labels())
+        return found.probs, found.labels, found.mask
     if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
         source, labels, mask = source
     if labels is None:

@@ -3,7 +3,7 @@ the other, however they are asked.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from bayesfl.base.surveys import Survey, answers, conduct
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.surveys import Outputs, Parts
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.asking import LocalRows, ask
 from bayesfl.federation.clients.local import Done, Local, State
@@ -132,9 +132,7 @@ class Here:
         (found,) = predict.personal(
             self.local, self.state, [split], self.crew, known=known, ids=self.ids
         )
-        seed, round = self.local.seed, self.state.round
-        about = Parts(replace(part, seed=seed, round=round) for part in found.parts())
-        return conduct(survey, ask_here(survey, about, self.aggregation), outputs)
+        return conduct(survey, ask_here(survey, found, self.aggregation), outputs)
 
     def _by_chunk(
         self, survey: Survey[Any], known: Known

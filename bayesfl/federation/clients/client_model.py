@@ -184,14 +184,11 @@ class ClientModel:
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
-        found = calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
-        return replace(
-            found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)}
-        )
+        return calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
 
     def local_predictions(self, x: Any, *, draws: int | None = None) -> LocalPredictions:
-        """Return what the client knows of itself on new rows, [1, N, ...], before any step of
-        calibration; as `predict` reads them.
+        """Return what the client knows of itself on new rows, before any step of calibration; as
+        `predict` reads them.
         """
         surveying.check_reading(self)
         refuse_changed(self.algorithm.model)
@@ -206,32 +203,23 @@ class ClientModel:
         found: dict[str, Any] = predict.alone(
             self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about
         )
-        if (bad := broken(found, axes=1)).any():
+        if (bad := broken(found)).any():
             warn(
                 f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the "
                 f"first is row {int(bad.nonzero()[0])}; look at these inputs, at the transform or "
                 "at the weights",
             )
-        shared = (
-            predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
+        of_all = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else {}
+        draws_own = draws_of(one.step for one in self.steps)
+        return LocalPredictions.of_one(
+            self.client,
+            found,
+            {name: t[0] for name, t in of_all.items()},
+            {"likelihood": self.algorithm.likelihood, "class_names": self.schema.class_names},
+            seed=self.seed,
+            round=self.round,
+            rows=hashed(words(rows.client(0)[0])) if draws_own else None,
         )
-        made, other = (
-            None if of is None else self._predictions(of)
-            for of in ({k: t[None] for k, t in found.items()}, shared)
-        )
-        assert made is not None
-        keys = (
-            hashed(words(rows.client(0)[0]))[None]
-            if draws_of(one.step for one in self.steps)
-            else None
-        )
-        return LocalPredictions(made, np.array([self.client]), self.seed, self.round, other, keys)
-
-    def _predictions(self, found: dict[str, Any]) -> Predictions:
-        """Return tensors [1, N, ...] as predictions on the CPU."""
-        everyone = torch.ones(next(iter(found.values())).shape[:2], dtype=torch.bool)
-        about = {"likelihood": self.algorithm.likelihood, "class_names": self.schema.class_names}
-        return Predictions(mask=everyone, **about, **{name: t.cpu() for name, t in found.items()})
 
     def scores(self, x: Any, y: Any = None) -> np.ndarray:
         """Return how strange rows are, [N], as `Alarm.see` takes it; the larger, the stranger.
@@ -251,21 +239,21 @@ class ClientModel:
         local = self.local_predictions(x)
         if y is not None:
             made = local.predictions
-            if made.probs is not None and made.probs.dim() == 4:
+            if made.probs is not None and made.probs.dim() == 3:
                 raise ValueError(
                     "alarms watch rows of one label each: the labels of one row are not "
                     "independent; score rows by a number of your own"
                 )
-            labels = self.schema.read_labels(y, made.mask.shape[1])[None]
+            labels = self.schema.read_labels(y, len(made.mask))
             local = replace(local, predictions=replace(made, labels=labels))
         local = calibration.applied(self.steps[:place], local)
         if y is not None:
             return Scores.made(
-                cast(calibration.Conformal, one.step).scored(local)[0].numpy(),
+                cast(calibration.Conformal, one.step).scored(local).numpy(),
                 "labels",
                 self._source(one),
             )
-        found = epistemic_score(local)[0].numpy()
+        found = epistemic_score(local).numpy()
         if np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
         return Scores.made(found, "epistemic", self._source(one))

@@ -4,7 +4,7 @@ so, or by the shared model.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from bayesfl.composition.predictors import Mixture
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.collecting import NUMBERS, Collector, alike
+from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients.local import Done, Local, State, read_rows
 from bayesfl.models.remedies import explained
 
@@ -30,6 +31,11 @@ Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 # Bytes of inputs that are predicted at once: activations are many times larger, and should stay in
 # the processor's cache.
 GATHER = 2**21
+
+FEW = 2**12
+"""Clients of a chunk are predicted together, whatever their numbers of rows, if they have at most
+so many rows when padded to the longest.
+"""
 
 TUNING = "tuning"
 """The name of the survey of the number that a method's predictor tunes."""
@@ -44,7 +50,7 @@ def personal(
     draws: int | None = None,
     known: Mapping[str, Tensors] = {},
     ids: np.ndarray | None = None,
-) -> list[Collector]:
+) -> list[LocalPredictions]:
     """Predict with every client's own model, on several splits of its data.
 
     Args:
@@ -72,7 +78,7 @@ def personal(
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)
-    return collectors
+    return [one.found(seed=local.seed, round=state.round) for one in collectors]
 
 
 def of_chunk(
@@ -99,11 +105,10 @@ def of_chunk(
         For each split, the chunk's clients with their predictions, in one or more parts.
     """
     algorithm = local.algorithm
-    number = algorithm.draws if draws is None else draws
     rule = algorithm.predictor
     means = isinstance(rule, Mixture) and (rule.each is None or draws == 0)
     if rule is None or means:
-        number = 0 if means else number
+        number = 0 if means else algorithm.draws if draws is None else draws
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
@@ -111,12 +116,9 @@ def of_chunk(
     for row, fitted in fitted_of(local, done, known):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
-            address = address_of(algorithm, client, local.seed, round)
+            about: Any = {"client": client, "seed": local.seed, "round": round, "draws": draws}
             rows = rows_of(split, client)
-            found = of_fitted(
-                algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0
-            )
-            parts.append((row, found))
+            parts.append((row, of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)))
     return out
 
 
@@ -149,31 +151,17 @@ def alone(
     Raises:
         ValueError: A whole number is beyond an embedding's rows.
     """
-    number = algorithm.draws if draws is None else draws
     if fitted is None:
+        number = algorithm.draws if draws is None else draws
         noise = _noise(algorithm, np.array([client]), view["n"], seed, round, number)
         views = tree_map(lambda t: t.unsqueeze(0), view)
         found = _of_views(
             Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise
         )
     else:
-        address = address_of(algorithm, client, seed, round)
-        found = of_fitted(
-            algorithm,
-            fitted,
-            view["n"],
-            rows_of(split, 0),
-            address,
-            value,
-            number,
-            plain=draws == 0,
-        )
+        about: Any = {"client": client, "seed": seed, "round": round, "draws": draws}
+        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, 0), value, **about)
     return {name: t[0] for name, t in found.items()}
-
-
-def address_of(algorithm: Algorithm, client: int, seed: int, round: int) -> np.random.Generator:
-    """Return the generator of the draws that a client's own predictor makes."""
-    return generator(seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
 
 
 def _noise(
@@ -205,10 +193,15 @@ def _by_size(
     """Predict for a chunk of clients from their views, those with similar numbers of rows together,
     so that the longest of them makes none of the others long.
     """
-    algorithm, groups, found = local.algorithm, alike(split.counts[done.ids], most=NUMBERS), []
-    for places in groups:
+    algorithm, counts, found = local.algorithm, split.counts[done.ids], []
+    # Of one size are numbers of rows between the same two powers of 2.
+    sizes = np.frexp(counts)[1] * (len(counts) * counts.max() > FEW)
+    for size in np.unique(sizes):
+        places = np.flatnonzero(sizes == size)
         views, own = (
-            (done.views, noise) if len(groups) == 1 else read_rows((done.views, noise), places)
+            (done.views, noise)
+            if len(places) == len(counts)
+            else read_rows((done.views, noise), places)
         )
         ids = done.ids[places]
         of = local.engine, algorithm, algorithm.parts, views, split, ids, own
@@ -304,33 +297,37 @@ def of_fitted(
     fitted: FittedPredictor,
     like: Tensor,
     rows: Iterable[Inputs],
-    rng: np.random.Generator,
     value: float | None,
-    draws: int,
     *,
-    plain: bool,
+    client: int,
+    seed: int,
+    round: int,
+    draws: int | None = None,
 ) -> Tensors:
     """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N,
-    ...]}; empty where there are no inputs.
+    ...]}; empty where there are no inputs. Each call makes the same draws.
     """
+    number = algorithm.draws if draws is None else draws
+    about = {"client": client, "round": round, "index": len(algorithm.blocks)}
+    rng = generator(seed, Purpose.PREDICT, **about)
     pieces: list[Tensors] = []
     for piece in rows:
         noise = None
         with explained(piece):
-            if draws:
+            if number:
                 outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
-                shape = (count(piece), draws, outputs.shape[-1])
+                shape = (count(piece), number, outputs.shape[-1])
                 noise = (
                     torch.from_numpy(rng.standard_normal(shape, np.float32))
                     .to(outputs)
                     .transpose(0, 1)
                 )
-            pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
+            pieces.append(fitted(piece, value=value, noise=noise, plain=draws == 0))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
-def shared(local: Local, state: State, split: ClientData) -> Collector | None:
+def shared(local: Local, state: State, split: ClientData) -> LocalPredictions | None:
     """Predict with the mean of the server's model on every client's split; None where the server
     holds no whole model.
 
@@ -339,15 +336,12 @@ def shared(local: Local, state: State, split: ClientData) -> Collector | None:
     algorithm = local.algorithm
     if (common := common_view(algorithm, state.server)) is None:
         return None
-    flat = by_all(
-        local.engine, algorithm, common, replace(split, counts=np.array([len(split.index)]))
-    )
+    together = replace(split, counts=np.array([len(split.index)]))
+    flat = by_all(local.engine, algorithm, common, together)
     collector = Collector(split, local.names, algorithm.likelihood)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
-        collector.add(
-            np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()}
-        )
-    return collector
+        collector.add(np.array([j]), {name: t[:, start : start + n] for name, t in flat.items()})
+    return collector.found()
 
 
 def common_view(algorithm: Algorithm, server: Server) -> View | None:

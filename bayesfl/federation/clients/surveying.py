@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
-from bayesfl.base.surveys import Ask, Survey, answers, named_split, summed, together
+from bayesfl.base.surveys import Ask, Survey, answers, named_split, summed
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -28,11 +28,9 @@ from bayesfl.evaluation.calibration import (
     applied,
     fit,
 )
-from bayesfl.evaluation.calibration.steps import Known, any_draws, compares
-from bayesfl.evaluation.calibration.steps import settled as own_of
-from bayesfl.evaluation.collecting import Collector
-from bayesfl.evaluation.predictions import Predictions, per_place
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Parts, parts_of
+from bayesfl.evaluation.calibration.steps import any_draws, compares
+from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.settings import Settings
@@ -59,9 +57,7 @@ def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
     Raises:
         TypeError: The aggregation cannot add answers.
     """
-    if aggregation is None:
-        return together(survey, local)
-    if isinstance(aggregation, type) or not isinstance(aggregation, Adder):
+    if isinstance(aggregation, type) or not isinstance(aggregation, Adder | None):
         raise TypeError(
             "aggregation must be able to add the answers of a survey, as SecureSum() is, got "
             f"{aggregation!r}"
@@ -167,7 +163,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
 def fitted(
     steps: Sequence[Step],
     before: Sequence[Fitted],
-    predicted: Mapping[str, Known],
+    predicted: Mapping[str, LocalPredictions],
     outputs: Outputs,
     aggregation: Adder | None,
 ) -> tuple[Fitted, ...]:
@@ -191,7 +187,9 @@ def fitted(
     return tuple(done)
 
 
-def _say_if_worse(step: Step, split: str, before: Known, after: Known) -> None:
+def _say_if_worse(
+    step: Step, split: str, before: LocalPredictions, after: LocalPredictions
+) -> None:
     """Warn if a step makes the loss of rows to which it was not fitted larger."""
     if worse := _worse(before, after):
         warn(
@@ -201,7 +199,7 @@ def _say_if_worse(step: Step, split: str, before: Known, after: Known) -> None:
         )
 
 
-def say_if_unsure(plain: Parts, averaged: Parts) -> None:
+def say_if_unsure(plain: LocalPredictions, averaged: LocalPredictions) -> None:
     """Warn if predictions that average over a posterior have a larger loss on validation rows than
     the network's own, by more than two standard errors and by more than one per cent.
     """
@@ -213,36 +211,37 @@ def say_if_unsure(plain: Parts, averaged: Parts) -> None:
         )
 
 
-def _worse(before: Known, after: Known) -> tuple[float, float] | None:
+def _worse(before: LocalPredictions, after: LocalPredictions) -> tuple[float, float] | None:
     """Return the mean losses of the same rows by two predictions of classes, in nats, if the second
     is larger by more than two standard errors of the difference.
     """
-    if parts_of(before)[0].predictions.probs is None:
+    if before.predictions.probs is None:
         return None
-    losses = [torch.cat(list(map(_losses, parts_of(known)))) for known in (before, after)]
+    losses = [_losses(before), _losses(after)]
     more = losses[1] - losses[0]
     if len(more) > 1 and float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5:
         return float(losses[0].mean()), float(losses[1].mean())
     return None
 
 
-def _losses(part: LocalPredictions) -> Tensor:
-    """Return the loss of every example with a label, in nats."""
-    found = part.predictions
-    assert found.probs is not None  # as classes have
-    probs, labels, mask = per_place(found.probs.cpu(), part.labels.long(), found.mask)
-    of_label = probs.double().gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return -of_label[mask.cpu()].clamp_min(torch.finfo(probs.dtype).tiny).log()
+def _losses(known: LocalPredictions) -> Tensor:
+    """Return the loss of every known label, in nats."""
+    probs = known.places.predictions.probs
+    assert probs is not None  # as classes have
+    of_label = probs.gather(-1, known.places.labels.unsqueeze(-1)).squeeze(-1).double()
+    return -of_label.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
-def settled(steps: Sequence[Fitted], predicted: Mapping[str, Known]) -> tuple[Fitted, ...]:
+def settled(
+    steps: Sequence[Fitted], predicted: Mapping[str, LocalPredictions]
+) -> tuple[Fitted, ...]:
     """Return steps with the own parameters of other clients, by the surveys' states; clients
     without rows in a split have none to go by.
     """
     done: list[Fitted] = []
     for one in steps:
         local = applied(done, predicted[one.step.split])
-        done.append(replace(one, own=own_of(one.step, one.state, local)))
+        done.append(replace(one, own=one.step.settle(one.state, local)))
     return tuple(done)
 
 
@@ -312,9 +311,13 @@ def check_reading(result: Any) -> None:
 
 
 def known(
-    result: "Result", local: Local, split: ClientData, found: Collector, steps: Sequence[Step]
-) -> Parts:
-    """Return clients' predictions of a split with whose they are, and what steps need beside them.
+    result: "Result",
+    local: Local,
+    split: ClientData,
+    found: LocalPredictions,
+    steps: Sequence[Step],
+) -> LocalPredictions:
+    """Return clients' predictions of a split with what steps need beside them.
 
     Args:
         result: The federation, a `Result`.
@@ -324,42 +327,23 @@ def known(
         steps: The steps that are to read it.
     """
     shared = predict.shared(local, result.state, split) if compares(steps) else None
-    parts = []
-    for part in found.parts():
-        ids, rows = part.ids, None
-        if any_draws(steps):
-            rows = np.zeros(part.predictions.mask.shape, np.uint64)
-            for place, j in enumerate(ids.tolist()):
-                if n := split.counts[j]:
-                    rows[place, :n] = hashed(words(split.client(j)[0]))
-        of_all = None if shared is None else shared.of(ids)
-        about = (result.settings.seed, result.round, of_all, rows)
-        parts.append(LocalPredictions(part.predictions, ids, *about))
-    return Parts(parts)
+    each = [split.client(j)[0] for j in range(split.clients)] if any_draws(steps) else []
+    return replace(
+        found,
+        shared=None if shared is None else shared.predictions,
+        rows=np.concatenate([hashed(words(x)) for x in each]) if each else None,
+    )
 
 
-def without_rows(known: LocalPredictions | Parts) -> LocalPredictions:
+def without_rows(known: LocalPredictions) -> LocalPredictions:
     """Return predictions of the same clients that have no rows in a split, with the outputs of
     `known`.
     """
-    ids, known = np.sort(known.ids), parts_of(known)[0]
-    like, seed, round = known.predictions, known.seed, known.round
-    mask = torch.zeros(len(ids), 1, dtype=torch.bool)
-    names = [
-        name
-        for name, t in vars(like).items()
-        if isinstance(t, torch.Tensor) and t.is_floating_point() and name != "labels"
-    ]
-    blank: dict[str, Any] = {
-        name: torch.full((len(ids), 1, *getattr(like, name).shape[2:]), torch.nan) for name in names
-    }
-    labels = torch.zeros(
-        len(ids), 1, dtype=torch.int64 if like.labels is None else like.labels.dtype
+    none = slice(0)
+    return replace(
+        known,
+        predictions=known.predictions.at(none),
+        clients=Segments(0 * known.clients.counts),
+        shared=None if known.shared is None else known.shared.at(none),
+        rows=None if known.rows is None else known.rows[none],
     )
-    if like.labels is not None:
-        labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(
-            len(ids), 1, *like.labels.shape[2:]
-        )
-    none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
-    rows = None if known.rows is None else np.zeros((len(ids), 1), np.uint64)
-    return LocalPredictions(none, ids, seed, round, None if known.shared is None else none, rows)

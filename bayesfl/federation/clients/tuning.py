@@ -3,7 +3,7 @@ clients' validation data.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Done, Local
-from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
+from bayesfl.federation.clients.predict import fitted_of, of_fitted, rows_of
 from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import largest_alike
@@ -28,14 +28,12 @@ class Candidates:
     validation data.
 
     Args:
-        losses: Negative log likelihoods under each candidate, [J, N, K] in nats; infinite or NaN
-            where one does not work.
-        mask: Which rows are examples, [J, N] bool.
+        losses: Negative log likelihoods under each candidate, [n_j, K] in nats of each client;
+            infinite or NaN where one does not work.
         ids: The clients' numbers, [J].
     """
 
-    losses: Tensor
-    mask: Tensor
+    losses: Sequence[Tensor]
     ids: np.ndarray
 
 
@@ -76,15 +74,13 @@ class Tuning:
         """Return the clients' sums; of a candidate that does not work for one of a client's
         examples, 0.
         """
-        n_broken = (~local.losses.isfinite() & local.mask.unsqueeze(-1)).sum(1)
-        losses = torch.where(
-            local.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), local.losses, 0.0
-        )
+        n_broken = [(~losses.isfinite()).sum(0) for losses in local.losses]
+        works = [t.masked_fill(bad > 0, 0) for t, bad in zip(local.losses, n_broken, strict=True)]
         return {
-            "nll": losses.sum(1),
-            "products": losses.mT @ losses,
-            "n_examples": local.mask.sum(1),
-            "n_broken": n_broken,
+            "nll": torch.stack([losses.sum(0) for losses in works]),
+            "products": torch.stack([losses.T @ losses for losses in works]),
+            "n_examples": torch.tensor([len(losses) for losses in works]),
+            "n_broken": torch.stack(n_broken),
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -126,34 +122,19 @@ def candidates(
     """
     algorithm = local.algorithm
     assert algorithm.predictor is not None
-    grid, counts = algorithm.predictor.grid, validation.counts[done.ids]
+    grid, losses = algorithm.predictor.grid, []
     counted = isinstance(algorithm.likelihood, Poisson)
-    losses = torch.full(
-        (len(done.ids), int(counts.max(initial=0)), len(grid)), torch.inf, dtype=torch.float64
-    )
-    for place, (row, fitted) in enumerate(fitted_of(local, done, known)):
+    for row, fitted in fitted_of(local, done, known):
         client = int(row[0])
         rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
+        losses.append(torch.full((len(y), len(grid)), torch.inf, dtype=torch.float64))
         for k, value in enumerate(grid if len(y) else ()):
-            # The same draws for each candidate.
-            rng = address_of(algorithm, client, local.seed, round)
             with contextlib.suppress(torch.linalg.LinAlgError):
-                found = of_fitted(
-                    algorithm,
-                    fitted,
-                    done.views["n"],
-                    rows,
-                    rng,
-                    value,
-                    algorithm.draws,
-                    plain=False,
-                )
+                about = {"client": client, "seed": local.seed, "round": round}
+                found = of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)
                 own = {name: t[0] for name, t in found.items()}
-                losses[place, : len(y), k] = (
-                    nll_of_predictive(own, y, counts=counted).cpu().double()
-                )
-    mask = torch.arange(losses.shape[1]) < torch.from_numpy(counts)[:, None]
-    return Candidates(losses, mask, done.ids)
+                losses[-1][:, k] = nll_of_predictive(own, y, counts=counted).cpu().double()
+    return Candidates(losses, done.ids)
 
 
 def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:

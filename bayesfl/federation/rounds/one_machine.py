@@ -19,6 +19,7 @@ from bayesfl.data import ClientData
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import chunks
 from bayesfl.evaluation.collecting import Collector
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Done, Local, State, kept_phases, read_rows, write_rows
 from bayesfl.federation.rounds.admission import Message, objection
@@ -56,11 +57,9 @@ class OneMachine:
         self._crew = crew
         self._test = test
         self._faults = faults
-        self.before = (
-            None if test is None else Collector(test, local.names, local.algorithm.likelihood)
-        )
-        """Predictions on `test`, before aggregation, of the clients that were taken; None without
-        `test`.
+        self.predicted: LocalPredictions | None = None
+        """Predictions on `test`, before aggregation, of the clients that were taken; None where
+        there are none.
         """
         self.counts = local.train.counts
         self.apart = 0.0
@@ -89,10 +88,13 @@ class OneMachine:
         for ids, old in self._undo:
             if (back := np.isin(ids, out)).any():
                 write_rows(self._state.private, ids[back], read_rows(old, np.flatnonzero(back)))
-        if self.before is not None:
+        if self._test is not None and self._seen:
+            local = self._local
+            before = Collector(self._test, local.names, local.algorithm.likelihood)
             for ids, part in self._seen:
                 inside = ~np.isin(ids, out)
-                self.before.add(ids[inside], read_rows(part, np.flatnonzero(inside)))
+                before.add(ids[inside], read_rows(part, np.flatnonzero(inside)))
+            self.predicted = before.found()
 
     def _answers(self, round: Round) -> Generator[Replies | Absence]:
         local, engine = self._local, self._local.engine

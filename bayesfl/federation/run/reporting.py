@@ -18,9 +18,10 @@ from bayesfl.data.outline import Outline
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.predictions import Predictions, padded
 from bayesfl.evaluation.report import environment, in_prose
-from bayesfl.evaluation.surveys import Parts
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.settings import OPEN, Settings, dtype_name
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def write_report(
         measured = [
             Section("Clients", f"<p>{told}</p>" + table(shown, foot=foot)),
             *_reliability(predicted),
-            *_coverage(run, predicted[0].predictions),
+            *_coverage(run, predicted.predictions),
         ]
     lead = f"{known.outline.clients} clients; round {found['round']} of {settings.rounds}."
     lead += f" {BEFORE}" * bool(_steps(found) and not measured)
@@ -251,22 +252,22 @@ def _recorded(history: History, outline: Outline) -> str:
     return f"<p>As recorded in round {round}. {WITHOUT}</p>" + table(columns)
 
 
-def _reliability(predicted: Parts) -> list[Section]:
-    told = ""
-    every = predicted[0].predictions if len(predicted) == 1 else predicted.rows
+def _reliability(predicted: LocalPredictions) -> list[Section]:
+    told, known = "", predicted.places
+    every, tensors = known.predictions, known.predictions.tensors
     if every.probs is not None:
-        flat = every.places()
-        drawn = plots.reliability((flat.probs, flat.labels, flat.mask))
-        there = np.concatenate([part.predictions.mask.any(1).numpy() for part in predicted])
-        some = predicted.only(np.sort(predicted.ids[there])[:12].tolist()).predictions.places()
-        given = (some.probs, some.labels, some.mask)
-        own = plots.reliability(given, by="client", names=some.names)[0]
-        name = "client by client" if len(predicted.ids) <= 12 else "the first twelve clients"
+        drawn = plots.reliability(every.probs, every.labels)
+        counts, names = known.clients.counts, predicted.predictions.names
+        first = counts.nonzero().flatten()[:12]  # they have the first rows
+        some = padded(every.at(slice(int(counts[first].sum()))), Segments(counts[first]))
+        called = names and [names[j] for j in first.tolist()]
+        own = plots.reliability(some.probs, some.labels, some.mask, by="client", names=called)[0]
+        name = "client by client" if len(counts) <= 12 else "the first twelve clients"
         told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
     elif every.variance is not None:
         kind = getattr(every.likelihood, "distribution", "normal")
-        given = (every.mean, every.variance, every.labels, every.mask, kind)
-        drawn = plots.interval_reliability(given)
+        flat = [tensors[name][None] for name in ("mean", "variance", "labels", "mask")]
+        drawn = plots.interval_reliability((*flat, kind))
     else:  # intervals of one level
         return []
     all_of = "<p>Of all clients' test rows together.</p>" + picture(drawn.figure, "reliability")

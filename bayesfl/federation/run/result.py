@@ -33,7 +33,7 @@ from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Outputs, Parts
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import pooling, predict, surveying, tuning
 from bayesfl.federation.clients.after import (
     Here,
@@ -248,14 +248,15 @@ class Result:
             instance(
                 "split", split, ClientData, "pass clients.test, or another split of result.data"
             )
-        found = self.known_of(self.data.test if split is None else split, draws).predictions
-        return replace(found, class_names=self.known.class_names)
+        found = self.known_of(self.data.test if split is None else split, draws)
+        return replace(found.padded(), class_names=self.known.class_names)
 
-    def known_of(self, split: ClientData, draws: int | None = None) -> Parts:
-        """Return what `predict` does, in parts of clients with similar numbers of rows.
+    def known_of(self, split: ClientData, draws: int | None = None) -> LocalPredictions:
+        """Return what `predict` does, row after row.
 
         Raises:
-            ValueError: As by `predict`.
+            ValueError: As by `predict`; or the steps of calibration were fitted to another way of
+                predicting.
         """
         data = self.data.to(self.device, self.dtype)
         split = split.to(self.device, self.dtype)
@@ -263,7 +264,9 @@ class Result:
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
-        return self.calibrated_predictions(split, draws)
+        surveying.check_reading(self)
+        (predicted,) = self.local_predictions(split, draws=draws)
+        return applied(self.steps, predicted)
 
     @suggests
     def table(self, split: str = "test", *, draws: int | None = None) -> Any:
@@ -295,20 +298,9 @@ class Result:
         }
         return pd.DataFrame(columns, index=pd.Index(self.known.client_names, name="client"))
 
-    def calibrated_predictions(self, split: ClientData, draws: int | None = None) -> Parts:
-        """Return what clients know of themselves on a split, as the result's steps of calibration
-        change it.
-
-        Raises:
-            ValueError: The steps were fitted to another way of predicting.
-        """
-        surveying.check_reading(self)
-        (predicted,) = self.local_predictions(split, draws=draws)
-        return applied(self.steps, predicted)
-
     def local_predictions(
         self, *splits: ClientData, draws: int | None = None, steps: Sequence[Step] = ()
-    ) -> tuple[Parts, ...]:
+    ) -> tuple[LocalPredictions, ...]:
         """Return what clients know of themselves on splits, before any step of calibration; they
         fine-tune once for all.
 
@@ -507,8 +499,7 @@ class Result:
         """
         outputs = Outputs(self.known.task, self.known.outputs)
         surveying.refuse_released([survey], outputs, self.settings)
-        split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
-        predicted = self.calibrated_predictions(split)
+        predicted = self.known_of(surveying.asked(survey, self.data.splits))
         return conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
 
     @declared
@@ -553,13 +544,13 @@ class Result:
         survey = units(self.data, split, rows, by, groups)
         outputs = Outputs(self.data.task, self.data.outputs)
         surveying.refuse_released([survey], outputs, self.settings)
-        predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
+        predicted = self.known_of(rows)
         ask = (
             survey.openly(predicted)
             if aggregation is None
             else surveying.ask_here(survey, predicted, aggregation)
         )
-        state, known = conduct(survey, ask, outputs), predicted[0].predictions
+        state, known = conduct(survey, ask, outputs), predicted.predictions
         return survey.audit(state, level=known.promise, risk=known.risk, delta=delta)
 
     def took_part(self, round: int) -> tuple[str, ...]:
@@ -669,7 +660,7 @@ class Result:
                 if predicted
                 else new.local_predictions(novel.train, steps=steps)[0]
             )
-            predicted |= dict.fromkeys(missing, Parts([surveying.without_rows(like)]))
+            predicted |= dict.fromkeys(missing, surveying.without_rows(like))
         return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:

@@ -22,13 +22,13 @@ from bayesfl.base.protocols import Server
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import ClientData, FederatedData
+from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
 from bayesfl.evaluation.predictions import measures_of
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.after import Here, answered, answers_of
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
@@ -536,7 +536,7 @@ class _Simulation:
 
     def _round(
         self, result: Result, local: Local, crew: Crew, evaluates: bool
-    ) -> tuple[Result, Collector | None]:
+    ) -> tuple[Result, LocalPredictions | None]:
         """Return the run after one more round, and what clients predicted before aggregation; None
         where they did not.
         """
@@ -544,12 +544,12 @@ class _Simulation:
         # trained it.
         test = self.measured.test if evaluates and touched(result.algorithm) else None
 
-        def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], Collector | None]:
+        def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], LocalPredictions | None]:
             transport = OneMachine(local, result.state, crew, test, self.faults)
             server, row, absent = run_round(
                 self.rules, result.server, result.round, result.history, transport, attempt=attempt
             )
-            return server, row, absent, transport.before
+            return server, row, absent, transport.predicted
 
         tried = attempts(self.rules.admission, once)
         if isinstance(tried, FailedRound):
@@ -563,39 +563,34 @@ class _Simulation:
         return result, before
 
     def _evaluate(
-        self, result: Result, before: Collector | None, local: Local, crew: Crew
+        self, result: Result, before: LocalPredictions | None, local: Local, crew: Crew
     ) -> Result:
         """Add the measures of the models to the last row of the history, and return the run with
         what was fitted for them.
         """
         history, state, data = result.history, result.state, self.measured
-        if before is not None and not before.empty:
-            self._note(history, "before_pool", before, data.test)
+        if before is not None:
+            self._note(history, "before_pool", before)
         here = Here(local, state, data, crew, self.aggregation, self.sample)
         known = answered(local.algorithm, state.server, {}, here)
-        splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
-        predicted = predict.personal(
-            local, state, list(splits.values()), crew, known=known, ids=self.sample
-        )
-        for (name, split), predictions in zip(splits.items(), predicted, strict=True):
-            self._note(history, PREFIXES[name], predictions, split)
+        names = [name for name in PREFIXES if name in data.splits]
+        splits = [data.splits[name] for name in names]
+        predicted = predict.personal(local, state, splits, crew, known=known, ids=self.sample)
+        for name, predictions in zip(names, predicted, strict=True):
+            self._note(history, PREFIXES[name], predictions)
         shared = predict.shared(local, state, data.test)
         if shared is not None:
-            self._note(history, "global", shared, data.test)
+            self._note(history, "global", shared)
         if len(self.sample) < self.data.clients:
             # What a sample has answered is not what the federation does.
             return result
         return replace(result, after=answers_of(known, result.algorithm))
 
-    def _note(self, history: History, prefix: str, predicted: Collector, split: ClientData) -> None:
+    def _note(self, history: History, prefix: str, predicted: LocalPredictions) -> None:
         """Add the library's measures of some predictions, and the user's."""
-        parts = predicted.parts()
-        known = parts.measured()
-        found, own = known.summary(), {name: np.zeros(split.clients) for name in self.measures}
-        for part in parts:
-            each = measured(self.measures, part.predictions, split, found, part.ids)
-            for name, values in each.items():
-                own[name][part.ids] = values
+        known = predicted.measured()
+        found = known.summary()
+        own = measured(self.measures, predicted, found)
         found |= means(own)
         history[-1].update({f"{prefix}_{name}": value for name, value in found.items()})
         if self.recorded:

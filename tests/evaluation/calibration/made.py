@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
@@ -33,31 +34,32 @@ def local(
     found = Predictions(
         mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0)
     )
-    rows = torch.randint(2**62, shape, generator=g).numpy().astype(np.uint64)
-    return LocalPredictions(
-        found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5, rows=rows
-    )
+    rows = torch.randint(2**62, shape, generator=g)[mask].numpy().astype(np.uint64)
+    own = np.array(ids if ids is not None else range(len(counts)))
+    return LocalPredictions(*found.rows(), own, seed=3, round=5, rows=rows)
+
+
+def split(given: LocalPredictions, t: Tensor) -> tuple[Tensor, ...]:
+    """What there is of rows [R, ...] as each client's own."""
+    return t.split(given.clients.counts.tolist())
 
 
 def alone(given: LocalPredictions) -> list[tuple[Tensor, Tensor]]:
     """Each client's log probabilities [n, O] and labels [n]."""
-    found, mask = given.predictions, given.predictions.mask
-    return [(found.probs[j][mask[j]].log(), found.labels[j][mask[j]]) for j in range(len(mask))]
+    found = given.predictions
+    own = zip(split(given, found.probs), split(given, found.labels), strict=True)
+    return [(probs.log(), labels) for probs, labels in own]
 
 
 def part(given: LocalPredictions, j: int) -> LocalPredictions:
     """One client's predictions as its node has them: of its own rows alone."""
-    found, inside = given.predictions, given.predictions.mask[j]
-    cut = Predictions(
-        mask=inside[inside][None],
-        epistemic=torch.zeros(1, int(inside.sum())),
-        probs=found.probs[j][inside][None],
-        labels=found.labels[j][inside][None],
-    )
+    start, n = int(given.clients.starts[j]), int(given.clients.counts[j])
+    own = slice(start, start + n)
     return LocalPredictions(
-        cut,
+        given.predictions.at(own),
+        Segments(torch.tensor([n])),
         given.ids[j : j + 1],
         given.seed,
         given.round,
-        rows=given.rows[j : j + 1, inside.numpy()],
+        rows=given.rows[own],
     )

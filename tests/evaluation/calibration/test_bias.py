@@ -31,7 +31,7 @@ def test_it_is_each_clients_own_optimum():
     assert fitted.state == {}
     changed = fitted.apply(given).predictions.probs
     z, _ = alone(given)[0]
-    assert_close(changed[0][:30], (z + fitted.own["bias"][0]).softmax(-1))
+    assert_close(changed[:30], (z + fitted.own["bias"][0]).softmax(-1))
 
 
 def test_probabilities_of_nearly_zero_and_one():
@@ -51,10 +51,8 @@ def test_steps_that_would_overshoot_are_halved():
     """
     z = torch.tensor([-30.0, 0.0], dtype=torch.float64).expand(1, 1000, 2)
     mask, labels = torch.ones(1, 1000, dtype=torch.bool), torch.zeros(1, 1000, dtype=torch.int64)
-    given = LocalPredictions(
-        Predictions(mask=mask, epistemic=torch.zeros(1, 1000), probs=z.softmax(-1), labels=labels),
-        np.zeros(1),
-    )
+    found = Predictions(mask, torch.zeros(1, 1000), probs=z.softmax(-1), labels=labels)
+    given = LocalPredictions(*found.rows(), np.zeros(1))
     (b,) = fit(Bias(), given, Outputs("classification", 2)).own["bias"]
     slope = 1000 * ((z[0, 0] + b).softmax(-1) - torch.tensor([1.0, 0.0])) + b
     assert float(slope.abs().max()) < 1e-6

@@ -19,10 +19,11 @@ from bayesfl.evaluation.calibration.conformal import (
     without_one,
 )
 from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
+from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.likelihoods import Quantiles
-from tests.evaluation.calibration.made import CLASSES, alone, local, part
+from tests.evaluation.calibration.made import CLASSES, alone, local, part, split
 
 EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BINS
 
@@ -59,10 +60,10 @@ def test_the_threshold_is_as_defined(shrink: float, level: float):
     # At the ends of bins, some twice.
     own[1:4] = [(16 * scores).round() / 16 for scores in own[1:4]]
     everyone = torch.cat([*own, torch.rand(100, generator=g, dtype=torch.float64)])
-    padded = torch.full((len(sizes), max(sizes)), 7.0, dtype=torch.float64)
-    mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
-    padded[mask] = torch.cat(own)
-    found = thresholds(padded, mask, EDGES, counted(everyone), level=level, shrink=shrink)
+    clients = Segments(torch.tensor(sizes))
+    found = thresholds(
+        torch.cat(own), clients, EDGES, counted(everyone), level=level, shrink=shrink
+    )
     assert found.tolist() == [by_definition(local, everyone, level, shrink) for local in own]
 
 
@@ -71,11 +72,7 @@ def test_pooled_and_own_scores_are_split_conformal():
     one at most a bin above.
     """
     given = local((30, 7, 0, 55), seed=4)
-    found = given.predictions
-    scores = [
-        (1 - found.probs[j].gather(-1, found.labels[j, :, None])[:, 0])[found.mask[j]].sort().values
-        for j in range(4)
-    ]
+    scores = [(1 - z.exp().gather(-1, y[:, None])[:, 0]).sort().values for z, y in alone(given)]
 
     def smallest(of: torch.Tensor) -> float:
         k = math.ceil((len(of) + 1) * 0.9)
@@ -103,8 +100,8 @@ def test_coverage_however_few_scores_there_are(n: int, others: int):
         edges = torch.arange(1, total + 1, dtype=torch.float64) / (total + 1)
         t = float(
             thresholds(
-                order[None, :n],
-                torch.ones(1, n, dtype=torch.bool),
+                order[:n],
+                Segments(torch.tensor([n])),
                 edges,
                 counted(order, edges),
                 level=0.9,
@@ -123,8 +120,8 @@ def test_coverage_where_clients_are_alike(n: int, wanted: float):
     for _ in range(4000):
         scores = torch.rand(400 + n, generator=g, dtype=torch.float64)
         t = thresholds(
-            scores[None, :n],
-            torch.ones(1, n, dtype=torch.bool),
+            scores[:n],
+            Segments(torch.tensor([n])),
             EDGES,
             counted(scores),
             level=0.9,
@@ -175,20 +172,19 @@ def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
     fitted = fit(step, given, CLASSES)
     made = fitted.apply(given).predictions
     assert made.level == step.level
-    assert not made.sets[~given.predictions.mask].any()
     for j, (z, _) in enumerate(alone(given)):
         if not len(z):
             continue
         own = fitted.of(torch.tensor([j]))
         assert_close(step.settle(fitted.state, part(given, j))["threshold"], own.own["threshold"])
         sets = own.apply(part(given, j)).predictions.sets
-        assert torch.equal(sets[0], made.sets[j][: len(z)])
-        scores = class_scores(step.score, z.softmax(-1), given.uniform(1)[j, : len(z)])
+        assert torch.equal(sets, split(given, made.sets)[j])
+        scores = class_scores(step.score, z.softmax(-1), split(given, given.uniform(1))[j])
         wanted = scores <= fitted.own["threshold"][j]
         if step.never_empty:
             assert bool((~wanted).all(-1).any())
             wanted |= z == z.amax(-1, keepdim=True)
-        assert torch.equal(sets[0], wanted)
+        assert torch.equal(sets, wanted)
 
 
 def test_thresholds_by_label_are_of_that_label_alone():
@@ -215,9 +211,8 @@ def numbers(kind: str) -> tuple[LocalPredictions, torch.Tensor]:
             "upper": mean + 1000 * spread,
             "likelihood": Quantiles(),
         }
-    return LocalPredictions(
-        Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about), np.arange(3)
-    ), y
+    found = Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about)
+    return LocalPredictions(*found.rows(), np.arange(3)), y[mask]
 
 
 @pytest.mark.parametrize("kind", ["deviations", "intervals"])
@@ -228,8 +223,8 @@ def test_intervals_of_numbers(kind: str):
     given, y = numbers(kind)
     fitted = fit(Conformal(level=0.8), given, Outputs("regression", 2))
     made = fitted.apply(given).predictions
-    inside = ((made.lower <= y) & (y <= made.upper)).all(-1) & given.predictions.mask
-    assert 0.8 <= float(inside.sum() / given.predictions.mask.sum()) < 0.9
+    inside = ((made.lower <= y) & (y <= made.upper)).all(-1)
+    assert 0.8 <= float(inside.double().mean()) < 0.9
     t = fitted.own["threshold"][0, 0]
     low, high = float(fitted.state["edges"][0]), float(fitted.state["edges"][-1])
     if kind == "deviations":
@@ -238,7 +233,7 @@ def test_intervals_of_numbers(kind: str):
     else:
         scores = torch.maximum(given.predictions.lower - y, y - given.predictions.upper).amax(-1)  # type: ignore[operator]
         assert low < float(t) < 0  # the predicted ends are too wide
-    own = scores[0].double()
+    own = scores[:60].double()
     exact = own.sort().values
     assert float(exact[int(0.7 * 60)]) < float(t) < float(exact[-1])
     assert float(fitted.state["counts"].sum()) == 85
@@ -287,20 +282,16 @@ def test_a_threshold_without_one_score_by_leaving_it_out():
     ties.
     """
     g = torch.Generator().manual_seed(5)
-    scores = torch.rand(3, 12, generator=g, dtype=torch.float64)
-    scores[1] = (8 * scores[1]).round() / 8
-    mask = torch.arange(12) < torch.tensor([12, 9, 1])[:, None]
+    scores = torch.rand(22, generator=g, dtype=torch.float64)
+    scores[12:21] = (8 * scores[12:21]).round() / 8
+    clients = Segments(torch.tensor([12, 9, 1]))
     counts = counted(torch.rand(300, generator=g, dtype=torch.float64))
     for shrink in (0.0, 5.0, 40.0, math.inf):
-        found = without_one(scores, mask, EDGES, counts, level=0.7, shrink=shrink)
-        for j in range(3):
-            for i in range(int(mask[j].sum())):
-                others = mask[j : j + 1].clone()
-                others[0, i] = False
-                alone = thresholds(
-                    scores[j : j + 1], others, EDGES, counts, level=0.7, shrink=shrink
-                )
-                assert float(found[j, i]) == float(alone[0])
+        found = without_one(scores, clients, EDGES, counts, level=0.7, shrink=shrink)
+        for i in range(22):
+            others = torch.arange(22) != i
+            j, known = clients.owner[i], (scores[others], clients.kept(others), EDGES, counts)
+            assert float(found[i]) == float(thresholds(*known, level=0.7, shrink=shrink)[j])
 
 
 def test_n0_by_the_pinball_loss():
@@ -315,19 +306,18 @@ def test_n0_by_the_pinball_loss():
         found = Predictions(
             mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options
         )
-        given, numbers = LocalPredictions(found, np.arange(30)), Outputs("regression", 1)
+        given, numbers = LocalPredictions(*found.rows(), np.arange(30)), Outputs("regression", 1)
         fitted = fit(Conformal(shrink="pinball"), given, numbers)
         assert float(fitted.state["shrink"]) in expected
         fixed = fit(Conformal(shrink=float(fitted.state["shrink"])), given, numbers)
         assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
         edges, counts = fixed.state["edges"], fixed.state["counts"][0]
-        own = fixed.own["scores"][:1].clamp_max(edges[-1])
-        t = without_one(
-            fixed.own["scores"][:1], found.mask[:1], edges, counts, level=0.9, shrink=5.0
-        ).clamp_max(edges[-1])
+        scores = fixed.own["scores"][0]
+        own, one = scores.clamp_max(edges[-1]), Segments(torch.tensor([rows]))
+        t = without_one(scores, one, edges, counts, level=0.9, shrink=5.0).clamp_max(edges[-1])
         by_hand = sum(
             0.9 * (s - q) if s > q else 0.1 * (q - s)
-            for s, q in zip(own[0].tolist(), t[0].tolist(), strict=True)
+            for s, q in zip(own.tolist(), t.tolist(), strict=True)
         )
         assert float(
             Conformal(shrink="pinball").answer({**fixed.state}, given)["pinball"][0, 0]
@@ -347,7 +337,7 @@ def test_outliers_do_not_widen_the_others():
     found = Predictions(
         mask=mask, epistemic=blank, mean=torch.zeros_like(y), variance=torch.ones_like(y), labels=y
     )
-    given, numbers = LocalPredictions(found, np.arange(6)), Outputs("regression", 1)
+    given, numbers = LocalPredictions(*found.rows(), np.arange(6)), Outputs("regression", 1)
     exact = y.abs().flatten().sort().values[math.ceil(211 * 0.9) - 1]
     pooled = fit(Conformal(shrink=math.inf), given, numbers)
     width = float(pooled.state["edges"][0])
@@ -361,12 +351,12 @@ def test_ranks_are_exact():
     the 16th.
     """
     for n in range(4, 400, 5):
-        scores = torch.arange(1, n + 1, dtype=torch.float64)[None] / n
+        scores = torch.arange(1, n + 1, dtype=torch.float64) / n
         found = thresholds(
             scores,
-            torch.ones(1, n, dtype=torch.bool),
+            Segments(torch.tensor([n])),
             EDGES,
-            counted(scores[0]),
+            counted(scores),
             level=0.6,
             shrink=0,
         )
@@ -380,14 +370,13 @@ def test_sets_do_not_depend_on_last_bits(score: Any, shrink: float):
     probabilities of two classes, too.
     """
     given = local((40, 25, 60), seed=2)
-    votes = given.predictions.probs.nan_to_num(0.25).mul(8).round() + 1e-3
+    votes = given.predictions.probs.mul(8).round() + 1e-3
     votes = votes / votes.sum(-1, keepdim=True)
     noise = 1 + 2.0**-23 * (
         torch.rand(votes.shape, generator=torch.Generator().manual_seed(0)) - 0.5
     )
 
     def sets(probs: torch.Tensor) -> torch.Tensor:
-        probs = probs.masked_fill(~given.predictions.mask[..., None], torch.nan)
         own = replace(given, predictions=replace(given.predictions, probs=probs))
         found = fit(Conformal(score=score, shrink=shrink), own, CLASSES).apply(own).predictions.sets
         assert found is not None

@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
+import torch
 
 from bayesfl.evaluation import plots
+from bayesfl.evaluation.predictions import Predictions
 from tests.evaluation.plots.made import bars, federation
 
 pytest.importorskip("matplotlib")
@@ -15,14 +16,9 @@ def test_sources_are_equivalent():
     """Tensors, a tuple, a result, and one client's rows without a client axis or mask."""
     probs, labels, mask = federation()
 
-    class Test:
-        def padded_labels(self) -> tuple[Tensor, Tensor]:
-            return labels, mask
-
-    test = Test()
     result = SimpleNamespace(
-        data=SimpleNamespace(test=test, client_names=[str(j) for j in range(len(probs))]),
-        predict=lambda data: SimpleNamespace(probs=probs if data is test else None),
+        data=SimpleNamespace(test=None, client_names=[str(j) for j in range(len(probs))]),
+        predict=lambda data: Predictions(mask, 0 * probs[..., 0], probs=probs, labels=labels),
     )
     drawn = [
         plots.reliability(probs, labels, mask),
@@ -49,7 +45,7 @@ def test_a_regression_has_no_reliability_diagram():
             test = None
 
         def predict(self, split):
-            return type("Predictions", (), {"probs": None})
+            return Predictions(torch.ones(1, 1).bool(), torch.zeros(1, 1))
 
     with pytest.raises(ValueError, match="interval_reliability"):
         plots.reliability(Regression())

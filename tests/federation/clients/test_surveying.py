@@ -152,7 +152,7 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     assert bias.own["bias"].abs().max() == 0
     assert sets.own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
-    ((local,),) = joined.uncalibrated().local_predictions(
+    (local,) = joined.uncalibrated().local_predictions(
         novel.to(joined.device, joined.dtype).calibration, steps=steps
     )
     local = bias.apply(temperature.apply(local))
