@@ -111,8 +111,7 @@ def of_chunk(
     for row, fitted in fitted_of(local, done, known):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
-            address = address_of(algorithm, client, local.seed, round)
-            rows = rows_of(split, client)
+            address, rows = (client, local.seed, round), rows_of(split, client)
             found = of_fitted(
                 algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0
             )
@@ -157,7 +156,7 @@ def alone(
             Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise
         )
     else:
-        address = address_of(algorithm, client, seed, round)
+        address = client, seed, round
         found = of_fitted(
             algorithm,
             fitted,
@@ -304,20 +303,22 @@ def of_fitted(
     fitted: FittedPredictor,
     like: Tensor,
     rows: Iterable[Inputs],
-    rng: np.random.Generator,
-    value: float | None,
+    address: tuple[int, int, int],
+    value: float | tuple[float, ...] | None,
     draws: int,
     *,
     plain: bool,
 ) -> Tensors:
     """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N,
-    ...]}; empty where there are no inputs.
+    ...]}, or [K, N, ...] for several values; empty where there are no inputs. The address of draws
+    is the client, the seed and the round.
     """
     pieces: list[Tensors] = []
+    rng = address_of(algorithm, *address) if draws else None
     for piece in rows:
         noise = None
         with explained(piece):
-            if draws:
+            if rng is not None:
                 outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
                 shape = (count(piece), draws, outputs.shape[-1])
                 noise = (
@@ -327,7 +328,8 @@ def of_fitted(
                 )
             pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
-    return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
+    lead = ... if isinstance(value, tuple) else None
+    return {name: torch.cat([piece[name][lead] for piece in pieces], 1) for name in names}
 
 
 def shared(local: Local, state: State, split: ClientData) -> Collector | None:

@@ -16,7 +16,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Done, Local
-from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
+from bayesfl.federation.clients.predict import fitted_of, of_fitted, rows_of
 from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import largest_alike
@@ -133,25 +133,23 @@ def candidates(
     )
     for place, (row, fitted) in enumerate(fitted_of(local, done, known)):
         client = int(row[0])
-        rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
-        for k, value in enumerate(grid if len(y) else ()):
-            # The same draws for each candidate.
-            rng = address_of(algorithm, client, local.seed, round)
-            with contextlib.suppress(torch.linalg.LinAlgError):
-                found = of_fitted(
-                    algorithm,
-                    fitted,
-                    done.views["n"],
-                    rows,
-                    rng,
-                    value,
-                    algorithm.draws,
-                    plain=False,
-                )
-                own = {name: t[0] for name, t in found.items()}
-                losses[place, : len(y), k] = (
-                    nll_of_predictive(own, y, counts=counted).cpu().double()
-                )
+        rows, y = rows_of(validation, client), validation.y[validation.rows(client)]
+        if not len(y):
+            continue
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            found = of_fitted(
+                algorithm,
+                fitted,
+                done.views["n"],
+                rows,
+                (client, local.seed, round),
+                grid,
+                algorithm.draws,
+                plain=False,
+            )
+            every = {name: t.flatten(0, 1) for name, t in found.items()}
+            own = nll_of_predictive(every, torch.cat([y] * len(grid)), counts=counted)
+            losses[place, : len(y)] = own.view(len(grid), len(y)).T.cpu()
     mask = torch.arange(losses.shape[1]) < torch.from_numpy(counts)[:, None]
     return Candidates(losses, mask, done.ids)
 
