@@ -3,7 +3,7 @@ nothing.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import TypeVar
 
@@ -28,8 +28,13 @@ def own_modes() -> Iterator[None]:
     or `inference_mode` the caller is in; both would hold for this thread and not for the workers.
     """
     grads = torch.is_grad_enabled()  # leaving inference mode sets it
-    with torch.inference_mode(False), torch.set_grad_enabled(grads), ExitStack() as stack:
-        for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+    # Mostly there is nothing to leave, which takes a tenth of the time.
+    with (
+        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
+        torch.set_grad_enabled(grads),
+        ExitStack() as stack,
+    ):
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

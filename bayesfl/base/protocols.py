@@ -201,7 +201,7 @@ class FittedPredictor(Protocol):
         self,
         x: Inputs,
         *,
-        value: float | None = None,
+        value: float | tuple[float, ...] | None = None,
         noise: Tensor | None = None,
         plain: bool = False,
     ) -> Tensors:
@@ -211,7 +211,7 @@ class FittedPredictor(Protocol):
         Args:
             x: Inputs [N, *], a tensor or a tree of them.
             value: Value of the number that is tuned, if the predictor has one; None for the first
-                of its grid.
+                of its grid. For several, [K], the predictions at each are stacked, [K, N, ...].
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
             plain: Whether to predict at the means of the uncertain weights, as if these were
                 certain.

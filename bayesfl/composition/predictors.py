@@ -2,9 +2,9 @@
 data or several models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
@@ -16,18 +16,21 @@ from bayesfl.base.options import Natural, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
 from bayesfl.base.warning import warn
 from bayesfl.composition.priors import Parameter
-from bayesfl.curvature import Curvature, Inverse
+from bayesfl.curvature import Curvature, Inverse, invert
+from bayesfl.curvature.batches import Data
 from bayesfl.curvature.covariance import Covariance
+from bayesfl.curvature.dual import ONE, independent
+from bayesfl.curvature.factors import BLOCK
+from bayesfl.curvature.ggn import Piece
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
-from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
 from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.pooled import PooledCurvature, Structure, last_layer
-from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
+from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select
 
 if TYPE_CHECKING:
     from bayesfl.composition.algorithm import Algorithm
@@ -158,38 +161,51 @@ class LinearisedLaplace:
         """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
         times each example counts.
         """
-        kept: dict[float | None, Laplace] = {}
-        first = (
-            torch.as_tensor(self.precision(given, view)).double()
-            if callable(self.precision)
-            else self.grid[0]
-        )
+        own = self.precision(given, view) if callable(self.precision) else self.grid[0]
+        layout, weight = self._layout(algorithm), data.get("weight")
+        size = size_of(self.share, layout.size) if self.structure == "subnetwork" else layout.size
+        step = max(1, BLOCK // (8 * size**2))  # factors that are held at once
 
         @cache
-        def diagonal() -> Laplace:
-            options = {
-                "likelihood": algorithm.likelihood,
-                "pattern": self._layout(algorithm),
-                "weight": data.get("weight"),
-            }
-            return Laplace.fit(
-                algorithm.network(view), data, precision=first, structure="diagonal", **options
-            )
+        def known() -> tuple[Curvature, Data | Piece, Tensor]:
+            curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
+            rows = curvature.held(data, weight, extra=size)
+            return curvature, rows, curvature.diagonal(rows, weight=weight)
 
-        def at(value: float | None) -> Laplace:
-            if value not in kept:
-                kept.clear()  # one factor at a time, as they take most of the memory
-                kept[value] = self._fit(diagonal(), data, first if value is None else value)
-            return kept[value]
+        @lru_cache(maxsize=1)  # as factors take most of the memory
+        def inverses(values: tuple[float | None, ...]) -> list[Inverse]:
+            curvature, rows, diagonal = known()
+            precisions = [own if value is None else value for value in values]
+            if self.structure == "diagonal":
+                return [independent(curvature, curvature.vector(p), diagonal) for p in precisions]
+            return [
+                invert(
+                    curvature,
+                    rows,
+                    some[0],
+                    indices=indices,
+                    diagonal=diagonal,
+                    weight=weight,
+                    scale=ONE
+                    if len(values) == 1
+                    else diagonal.new_tensor([some[0] / p for p in some]),
+                )
+                for indices, alike in (
+                    self._chosen(curvature, diagonal, precisions, size)
+                    if self.structure == "subnetwork"
+                    else [(None, precisions)]
+                )
+                for some in (alike[start : start + step] for start in range(0, len(alike), step))
+            ]
 
-        return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
+        return _Linearised(self, algorithm, view, inverses)
 
     def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see
         `StoredPredictor`.
         """
         assert isinstance(fitted, _Linearised)
-        inverse = fitted.inverse(value)
+        (inverse,) = fitted.inverses((value,))
         covariance = (
             inverse
             if isinstance(inverse, Covariance)
@@ -203,26 +219,22 @@ class LinearisedLaplace:
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
         )
         covariance = Covariance.restored(curvature, tensors)
-        return _Linearised(self, algorithm, view, lambda value: covariance)
+        return _Linearised(self, algorithm, view, lambda _: [covariance])
 
     def _layout(self, algorithm: "Algorithm") -> Layout:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
-    def _fit(self, diagonal: Laplace, data: Batch, precision: float | Tensor) -> Laplace:
-        diagonal = diagonal.with_precision(data, precision)
-        if self.structure == "diagonal":
-            return diagonal
-        indices = None
-        if self.structure == "subnetwork":
-            evidence = Evidence(
-                diagonal.loc,
-                diagonal.diagonal,
-                1 / diagonal.precision,
-                self.seed,
-                diagonal.curvature.layout,
-            )
-            indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
-        return diagonal.with_structure(data, self.structure, indices=indices)
+    def _chosen(
+        self, curvature: Curvature, diagonal: Tensor, precisions: list[Any], size: int
+    ) -> Iterator[tuple[Tensor, list[Any]]]:
+        """Yield the indices of subnetworks, each with the precisions under which it is chosen."""
+        layout = curvature.layout
+        loc = layout.ravel(dict(curvature.module.named_parameters())).double()
+        alike = self.selection in ALIKE and not callable(self.precision)
+        for one in self.grid[:1] if alike else precisions:
+            evidence = Evidence(loc, diagonal, 1 / curvature.vector(one), self.seed, layout)
+            chosen = select(self.selection, evidence, size)
+            yield chosen, precisions if alike else [one]
 
 
 @dataclass(frozen=True)
@@ -319,7 +331,7 @@ class LinearisedBelief:
             rows.append(layout.ravel(nothing | root).double())
         every = torch.ones_like(variance, dtype=torch.bool)
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
-        return _Linearised(self, algorithm, view, lambda value: covariance)
+        return _Linearised(self, algorithm, view, lambda _: [covariance])
 
     def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
@@ -432,11 +444,11 @@ class PooledLaplace:
         """Return one client's predictor, see `StoredPredictor`."""
 
         @cache
-        def inverse(value: float | None) -> Any:
+        def inverse() -> Any:
             # All clients have the server's weights, so that a view has them, too.
             return self.question(algorithm, view).posterior(tensors).inverse
 
-        return _Linearised(self, algorithm, view, inverse, tensors)
+        return _Linearised(self, algorithm, view, lambda _: [inverse()], tensors)
 
     def _view(self, algorithm: "Algorithm", given: Server) -> View:
         own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
@@ -535,7 +547,7 @@ class Heads:
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
         every = root.new_ones(layout.size, dtype=torch.bool)
         covariance = Covariance(curvature, root.new_zeros(layout.size), root, 1, every, None)
-        return _Linearised(self, algorithm, view, lambda value: covariance, tensors)
+        return _Linearised(self, algorithm, view, lambda _: [covariance], tensors)
 
     @staticmethod
     def _head(algorithm: "Algorithm") -> Head:
@@ -738,7 +750,7 @@ class _Mixed:
         self,
         x: Inputs,
         *,
-        value: float | None = None,
+        value: float | tuple[float, ...] | None = None,
         noise: Tensor | None = None,
         plain: bool = False,
     ) -> Tensors:
@@ -779,7 +791,7 @@ class _Linearised:
         rule: The method's predictor.
         algorithm: The method.
         view: The client's view.
-        inverse: Function from the prior precision that is tuned, or None, to the covariance of the
+        inverses: Function from prior precisions that are tried, or None, to the covariances of the
             weights.
         state: What is stored of the surveys that `PooledLaplace` and `Heads` need.
     """
@@ -787,24 +799,32 @@ class _Linearised:
     rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace | Heads"
     algorithm: "Algorithm"
     view: View
-    inverse: Callable[[float | None], Any]
+    inverses: Callable[[tuple[float | None, ...]], list[Any]]
     state: Tensors = field(default_factory=dict)
 
     def __call__(
         self,
         x: Inputs,
         *,
-        value: float | None = None,
+        value: float | tuple[float, ...] | None = None,
         noise: Tensor | None = None,
         plain: bool = False,
     ) -> Tensors:
-        """Return the prediction, see `FittedPredictor`; warn where it is the prior's, under a
-        precision that was given.
-        """
-        algorithm, rule, likelihood = self.algorithm, self.rule, self.algorithm.likelihood
+        """Return the prediction, see `FittedPredictor`."""
         if plain:
-            return _at_mean(algorithm, self.view, x)
-        inverse = self.inverse(value)
+            return _at_mean(self.algorithm, self.view, x)
+        several = isinstance(value, tuple)
+        found = [
+            self._of(inverse, x, noise) for inverse in self.inverses(value if several else (value,))
+        ]
+        joined = {name: torch.cat([one[name] for one in found]) for name in found[0]}
+        return joined if several else {name: t[0] for name, t in joined.items()}
+
+    def _of(self, inverse: Any, x: Inputs, noise: Tensor | None) -> Tensors:
+        """Return the predictions by the covariances of an inverse, [G, N, ...]; warn where they are
+        the prior's, under a precision that was given.
+        """
+        rule, likelihood = self.rule, self.algorithm.likelihood
         mean, covariance = inverse.predict(
             {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
         )
@@ -815,7 +835,7 @@ class _Linearised:
         if (
             fixed
             and classes
-            and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK
+            and float(kappa(covariance.diagonal(dim1=-2, dim2=-1)).median()) < SHRUNK
         ):
             which = (
                 "the precision that the method computes"
@@ -828,9 +848,13 @@ class _Linearised:
                 "under an isotropic prior",
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
+        count = covariance.shape[:-3].numel()
+        noise = None if noise is None else noise.repeat(1, count, 1)
         return {
-            name: t.to(self.view["n"])
-            for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()
+            name: t.to(self.view["n"]).unflatten(0, (count, -1))
+            for name, t in predictive(
+                likelihood, mean.repeat(count, 1), covariance.flatten(0, -3), noise, link=link
+            ).items()
         }
 
 

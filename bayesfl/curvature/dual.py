@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import at, count, join, named, unnamed
+from bayesfl.base.inputs import at, join, named, unnamed
 from bayesfl.base.options import INVERTIBLE, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.curvature.batches import Data, require
-from bayesfl.curvature.ggn import Curvature
+from bayesfl.curvature.ggn import Curvature, Piece
 from bayesfl.curvature.jacobians import Rows
 
 DualForm = Literal["auto", "primal", "dual"]
@@ -31,6 +31,8 @@ NO_CURVATURE = 1e-12
 """A weight has no curvature where its GGN entry times its prior variance is below this. With e the
 sum of these products over the weights left out, no weight's posterior variance changes by more than
 e, relatively, and no output's by more than about sqrt(e)."""
+
+ONE = torch.ones((), dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +54,12 @@ class Inverse:
         curved: Which weights enter the factor, [P] bool; the others have no curvature and keep
             their prior variance. In the dual form of all weights, where they cost nothing, none is
             left out.
-        chol: Lower Cholesky factor of M, [K, K].
+        chol: Lower Cholesky factor of M, [K, K], or of each of several, [G, K, K].
         data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows
             are not zero; else empty.
         rows: In the dual form the rows of these examples over the curved weights; else None.
+        scale: Factor of the prior variances; of several covariances at once, which can only
+            predict, one for each, [G].
 
     Example:
         >>> x, model = torch.tensor([[1.0], [2.0]]), nn.Linear(1, 1, bias=False)
@@ -74,6 +78,7 @@ class Inverse:
     chol: Tensor
     data: dict[str, Any]
     rows: Rows | None
+    scale: Tensor = ONE
 
     def __repr__(self) -> str:
         return (
@@ -89,7 +94,7 @@ class Inverse:
     @property
     def order(self) -> int:
         """Return the order K of the Cholesky factor."""
-        return len(self.chol)
+        return self.chol.shape[-1]
 
     @property
     def size(self) -> int:
@@ -168,7 +173,7 @@ class Inverse:
 
     def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S'
-        [N, O, O] without noise of the data.
+        [N, O, O], or [G, N, O, O] of several, without noise of the data.
 
         In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
 
@@ -177,26 +182,27 @@ class Inverse:
             centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for
                 classes, where adding a constant to all logits changes no probability.
         """
-        formed = self.indices is not None and (self.form == "primal" or self.backend != "layers")
-        extra = 3 * self.order + (self.size if formed else 0)
+        formed = self.form == "primal" or (self.indices is not None and self.backend != "layers")
+        extra = 3 * self.order * self.scale.numel() + (self.size if formed else 0)
         return self.curvature.spread(x, self._between, centre=centre, extra=extra)
 
     def _between(self, rows: Rows) -> Tensor:
-        """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
+        """Compute J H^-1 J' for rows J over all weights, example by example, [..., N, Q, Q]."""
         rows = rows if self.indices is None else rows.restrict(self.indices)
+        scale = self.scale[..., None, None, None]
         if not self.order:
-            return rows.within(self.variance)
-        shape = (rows.examples, rows.cotangents, -1)
+            return rows.within(self.variance) * scale
         prior = self.variance[self.curved]
-        curved = rows if self.curved.all() else rows.restrict(self.curved.nonzero().squeeze(1))
         if self.rows is None:
-            scaled = curved.dense().mul_(prior.sqrt()).flatten(0, 1)
-            half = torch.linalg.solve_triangular(self.chol, scaled.T, upper=False).T.view(shape)
-            return half @ half.mT + rows.within(torch.where(self.curved, 0.0, self.variance))
-        half = torch.linalg.solve_triangular(
-            self.chol, curved.gram(self.rows, prior).T, upper=False
-        ).T.view(shape)
-        return rows.within(self.variance) - half @ half.mT
+            known, sides = torch.where(self.curved, 0.0, self.variance), scale
+            pulled = (rows.dense()[..., self.curved] * prior.sqrt()).flatten(0, 1)
+        else:
+            inner = rows if self.curved.all() else rows.restrict(self.curved.nonzero().squeeze(1))
+            known, sides = self.variance, -scale.square()
+            pulled = inner.gram(self.rows, prior)
+        half = torch.linalg.solve_triangular(self.chol, pulled.T, upper=False).mT
+        half = half.unflatten(-2, (rows.examples, rows.cotangents))
+        return rows.within(known) * scale + (half @ half.mT) * sides
 
     def tensors(self) -> Tensors:
         """Return all tensors that `restore` needs in addition to the model, to be saved
@@ -245,13 +251,14 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
 @declared
 def invert(
     curvature: Curvature,
-    x: Data,
+    x: Data | Piece,
     precision: float | Tensor,
     *,
     indices: Tensor | None = None,
     form: DualForm = "auto",
     diagonal: Tensor | None = None,
     weight: Tensor | None = None,
+    scale: Tensor = ONE,
 ) -> Inverse:
     """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of
     curvature plus prior precision.
@@ -269,6 +276,8 @@ def invert(
         form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
         diagonal: Diagonal of the GGN [D], if it is already known, with the same `weight`.
         weight: Factor of each example's curvature, [N]; None for 1.
+        scale: Factors of the prior variances, at most 1, for as many covariances at once, [G];
+            one without a Cholesky factor is NaN.
 
     Raises:
         ValueError: `precision` is not positive and finite; `indices` or `weight` is not valid; the
@@ -301,7 +310,11 @@ def invert(
     data = {}
     order = weights
     inside = curved if indices is not None else torch.ones_like(curved)
-    if form == "dual" or (form == "auto" and weights):
+    if form == "dual" or (
+        form == "auto"
+        and weights
+        and not (isinstance(x, Piece) and x.rows.examples * x.rows.cotangents >= weights)
+    ):
         rows, data, order = _stacked(
             curvature, x, weight, indices, variance, inside, weights if form == "auto" else None
         )
@@ -312,13 +325,17 @@ def invert(
     if rows is None:
         chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
         _require(curvature, weights, "primal")
-        chol = _primal(curvature, x, weight, indices, variance, curved)
+        own = curved.nonzero().squeeze(1) if indices is None else indices[curved]
+        roots = variance[curved].sqrt()
+        matrix = (curvature.ggn(x, own, weight=weight) if weights else roots.diag()) * (
+            roots[:, None] * roots
+        )
     else:
         chosen, reason, curved = "dual", f"{order} rows, {weights} curved weights", inside
         _require(curvature, order, "dual")
         matrix = rows.gram(rows, variance[curved])
-        matrix.diagonal().add_(1)
-        chol = cholesky(matrix)
+    matrix = matrix * scale[..., None, None]
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1)
     return Inverse(
         curvature=curvature,
         form=chosen,
@@ -327,9 +344,10 @@ def invert(
         variance=variance,
         uncurved=len(variance) - weights,
         curved=curved,
-        chol=chol,
+        chol=cholesky(matrix),
         data=data,
         rows=rows,
+        scale=scale,
     )
 
 
@@ -421,7 +439,7 @@ def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
 
 def _stacked(
     curvature: Curvature,
-    x: Data,
+    x: Data | Piece,
     weight: Tensor | None,
     indices: Tensor | None,
     variance: Tensor,
@@ -433,46 +451,21 @@ def _stacked(
     """
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
-    for batch, share in curvature.weighed(x, weight, extra=0 if indices is None else len(indices)):
-        outputs, rows = curvature.linearise(batch, weight=share)
-        rows = _restricted(rows, indices, curved)
+    for piece in curvature.pieces(x, weight, extra=0 if indices is None else len(indices)):
+        rows = _restricted(piece.rows, indices, curved)
         sizes = rows.within(variance[curved]).diagonal(dim1=1, dim2=2)
         kept = (sizes >= NO_CURVATURE).any(-1).nonzero().squeeze(1)
         order += len(kept) * rows.cotangents
         if limit is not None and order >= limit:
             return None, {}, order
-        parts.append(rows if len(kept) == count(batch) else rows.take(kept))
-        kept_x.append(at(batch, kept))
-        kept_cotangents.append(curvature.root(outputs, share)[kept].mT)
+        parts.append(rows if len(kept) == rows.examples else rows.take(kept))
+        kept_x.append(at(piece.x, kept))
+        kept_cotangents.append(curvature.root(piece.outputs, piece.weight)[kept].mT)
     return (
         parts[0].join(parts[1:]),
         {"x": join(kept_x), "cotangents": torch.cat(kept_cotangents)},
         order,
     )
-
-
-def _primal(
-    curvature: Curvature,
-    x: Data,
-    weight: Tensor | None,
-    indices: Tensor | None,
-    variance: Tensor,
-    curved: Tensor,
-) -> Tensor:
-    """Compute the Cholesky factor of I + G^(1/2) A' A G^(1/2) from streamed data."""
-    scale = variance[curved].sqrt()
-    matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
-    if not len(scale):
-        return matrix
-    for batch, share in curvature.weighed(x, weight, extra=len(scale)):
-        rows = (
-            _restricted(curvature.linearise(batch, weight=share)[1], indices, curved)
-            .dense()
-            .mul_(scale)
-            .flatten(0, 1)
-        )
-        matrix.addmm_(rows.T, rows)
-    return cholesky(matrix)
 
 
 def _require(curvature: Curvature, order: int, form: str) -> None:
@@ -486,24 +479,27 @@ def _require(curvature: Curvature, order: int, form: str) -> None:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Compute the lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it
-    fails without.
+    """Compute the lower Cholesky factors of symmetric matrices [..., K, K], with a little jitter
+    where one fails without; of several matrices NaN for those that fail even so.
 
     Raises:
-        torch.linalg.LinAlgError: The factorisation fails even with a jitter of 1e-6 of the mean
-            diagonal, or an entry is not finite.
+        torch.linalg.LinAlgError: The factorisation of one matrix fails even with a jitter of 1e-6
+            of its mean diagonal, or an entry is not finite.
     """
-    mean = float(matrix.diagonal().mean()) if len(matrix) else 0.0
-    for jitter in (0.0, 1e-10, 1e-8, 1e-6) if matrix.sum().isfinite() else ():
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    bad = infinite = ~matrix.sum((-2, -1), keepdim=True).isfinite()
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
         if jitter:
-            matrix = matrix + jitter * mean * torch.eye(
-                len(matrix), dtype=matrix.dtype, device=matrix.device
-            )
+            eye = torch.eye(matrix.shape[-1]).to(matrix)
+            matrix = torch.where(bad, matrix + jitter * mean * eye, matrix)
         factor, info = torch.linalg.cholesky_ex(matrix)
-        if not info.any():
+        bad = infinite | (info > 0)[..., None, None]
+        if not bad.any():
             return factor
+    if matrix.dim() > 2:
+        return factor.masked_fill(bad, torch.nan)
     raise torch.linalg.LinAlgError(
-        f"the posterior precision, of order {len(matrix)}, is not finite, or has no Cholesky "
-        f"factor even with 1e-6 of its mean diagonal {mean:.3g} added; a larger prior precision, "
-        "or inputs of a smaller scale, help"
+        f"the posterior precision, of order {matrix.shape[-1]}, is not finite, or has no Cholesky "
+        f"factor even with 1e-6 of its mean diagonal {float(mean.mean()):.3g} added; a larger "
+        "prior precision, or inputs of a smaller scale, help"
     )

@@ -12,6 +12,9 @@ for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference"
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,11 +36,30 @@ from bayesfl.curvature.backends import (
 from bayesfl.curvature.batches import Data, available_memory, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
+from bayesfl.curvature.layers import Layers, copied, unsupported
 from bayesfl.curvature.roots import basis, root, variances
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered
 from bayesfl.models.copies import differentiable, duplicate
 from bayesfl.models.weights import bound, refuse_unseen
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of data at which a network was linearised; those of `Curvature.held` stand for all
+    data.
+
+    Args:
+        x: Inputs [N, ...].
+        weight: How many times each example counts, [N]; None for once.
+        outputs: The network's outputs, [N, O] in float64.
+        rows: The rows R' J with R R' = weight Lambda.
+    """
+
+    x: Inputs
+    weight: Tensor | None
+    outputs: Tensor
+    rows: Rows
 
 
 @in_own_modes
@@ -95,9 +117,12 @@ class Curvature:
             )
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
-        self.module = duplicate(model)
+        plain = backend in ("auto", "layers") and not unsupported(model)
+        self.module = copied(model) if plain else duplicate(model)
         differentiable(self.module)
-        self.engine: Backend = choose(backend, self.module, self.layout)
+        self.engine: Backend = (Layers if plain else partial(choose, backend))(
+            self.module, self.layout
+        )
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
         self._seen = self.engine.name == "layers"  # whose layers are torch's own
         self._like = next(model.parameters()).detach().flatten()[:0]
@@ -122,7 +147,7 @@ class Curvature:
         """Return the bytes that a result may take now."""
         return available_memory(self._like) if self._memory is None else self._memory
 
-    def diagonal(self, x: Data, *, weight: Tensor | None = None) -> Tensor:
+    def diagonal(self, x: Data | Piece, *, weight: Tensor | None = None) -> Tensor:
         """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts
         `weight` [N] times; once where None.
 
@@ -131,7 +156,9 @@ class Curvature:
                 the curvature is not finite; the message names the parameters.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        for batch, share in self.weighed(x, weight):
+        if isinstance(x, Piece):
+            total += x.rows.squares()
+        for batch, share in () if isinstance(x, Piece) else self.weighed(x, weight):
             found, last = None, self.last_layer(batch)
             if last is not None:
                 found = self._of_last(*last, share)
@@ -174,9 +201,11 @@ class Curvature:
             parts.append(rows.restrict(indices).dense(self._like.dtype))
         return torch.cat(parts)
 
-    def ggn(self, x: Data, indices: Tensor | None = None) -> Tensor:
+    def ggn(
+        self, x: Data | Piece, indices: Tensor | None = None, *, weight: Tensor | None = None
+    ) -> Tensor:
         """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default
-        for all weights.
+        for all weights. Example i counts `weight` [N] times; once where None.
 
         Raises:
             ValueError: An index is out of range or given twice, or the curvature is not finite.
@@ -195,8 +224,8 @@ class Curvature:
             "take a smaller subnetwork, or the dual form of `invert`",
         )
         out = torch.zeros(count, count, dtype=torch.float64, device=self.device)
-        for batch in self.batches(x, extra=count):
-            rows = self.linearise(batch)[1].restrict(indices).dense().flatten(0, 1)
+        for piece in self.pieces(x, weight, extra=count):
+            rows = piece.rows.restrict(indices).dense().flatten(0, 1)
             out.addmm_(rows.T, rows)
         self.check_finite(out.diagonal(), indices)
         return out
@@ -286,7 +315,23 @@ class Curvature:
             directions, covariance = basis(outputs.shape[1], centre).to(outputs), between(rows)
             means.append(outputs @ directions @ directions.T if centre else outputs)
             covariances.append(directions @ covariance @ directions.T if centre else covariance)
-        return torch.cat(means), torch.cat(covariances)
+        return torch.cat(means), torch.cat(covariances, -3)
+
+    def held(self, x: Data, weight: Tensor | None = None, *, extra: int = 0) -> Data | Piece:
+        """Return data as linearised at once, where they fit one piece; else as they are."""
+        first = list(islice(self.pieces(x, weight, extra=extra), 2))
+        return first[0] if len(first) == 1 else x
+
+    def pieces(self, x: Data | Piece, weight: Tensor | None, *, extra: int = 0) -> Iterator[Piece]:
+        """Return the data linearised in pieces, see `weighed`; `held` data as they are."""
+        return (
+            iter([x])
+            if isinstance(x, Piece)
+            else (
+                Piece(batch, share, *self.linearise(batch, weight=share))
+                for batch, share in self.weighed(x, weight, extra=extra)
+            )
+        )
 
     def batches(self, x: Data, *, extra: int = 0) -> Iterator[Inputs]:
         """Yield the data in pieces that fit a block of memory; each row needs `extra` further

@@ -1,6 +1,7 @@
 """The `layers` backend: closed forms of the Jacobian for a stack of known layers."""
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,17 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if child is not None
         for inner, layer in stack(child)
     ]
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a stack of layers that have closed forms, with parameters of its own."""
+    made = copy(module)
+    made._parameters = {
+        name: p if p is None else nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    made._modules = {name: part and copied(part) for name, part in module._modules.items()}
+    return made
 
 
 def unsupported(module: nn.Module) -> list[str]:

@@ -2,6 +2,8 @@
 R R', its diagonal, and its sum over examples.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -108,6 +110,7 @@ def total(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     return found
 
 
+@cache
 def basis(outputs: int, centre: bool) -> Tensor:
     """Return orthonormal directions [O, Q] in the space of the outputs: all, or with `centre` only
     those that change class probabilities.

@@ -179,6 +179,9 @@ RULES: dict[str, Rule] = {
     for rule in (wasserstein, curved_wasserstein, magnitude, random, predictive_variance)
 }
 
+ALIKE = [name for name in RULES if name != "curved_wasserstein"]
+"""Rules that choose the same weights under any prior variance that all weights have in common."""
+
 
 def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     """Choose the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer

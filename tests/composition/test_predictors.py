@@ -106,12 +106,11 @@ class Scripted:
 
     def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
         def fitted(
-            x: Tensor,
-            *,
-            value: float | None = None,
-            noise: Tensor | None = None,
-            plain: bool = False,
+            x: Tensor, *, value: Any = None, noise: Tensor | None = None, plain: bool = False
         ) -> dict[str, Tensor]:
+            if isinstance(value, tuple):
+                found = [fitted(x, value=one, noise=noise) for one in value]
+                return {k: torch.stack([one[k] for one in found]) for k in found[0]}
             if noise is not None:
                 self.noise[int(view["n"])] = noise
             probs = dict(zip(self.grid, (0.01, *self.table[int(view["n"])]), strict=True))
@@ -243,6 +242,28 @@ def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model:
     fixed = trained(held, model, LinearisedLaplace(precision=result.tuned), epochs=40)
     assert fixed.tuned == result.tuned
     assert_close(probs(result.predict()), probs(fixed.predict()), equal_nan=True)
+
+
+@pytest.mark.parametrize("selection", ["wasserstein", "curved_wasserstein"])
+def test_candidates_of_a_subnetwork_are_each_as_alone(
+    held: FederatedData, model: nn.Module, selection: str
+):
+    """Under every precision the losses are those of `Laplace` with the weights chosen there."""
+    rule = LinearisedLaplace(structure="subnetwork", share=0.2, selection=selection)
+    result = trained(held, model, rule)
+    double, ids = held.to(dtype=torch.float64), np.arange(held.clients)
+    local = result.local(double.train)
+    done = local.finetuned(ids, result.state.received(result.algorithm, ids), result.round)
+    asked = tuning.candidates(local, done, double.validation, round=result.round)
+    (x, _), (new, y) = double.train.client(1), double.validation.client(1)
+    for k, value in enumerate(PRECISIONS):
+        plain = by_hand(result, 1, value, "diagonal")
+        layout = plain.curvature.layout
+        evidence = Evidence(plain.loc, plain.diagonal, 1 / plain.precision, 0, layout)
+        indices = bf.selection.select(selection, evidence, int(0.2 * layout.size))
+        expected = plain.with_structure(x, "subnetwork", indices=indices).predict(new)
+        losses = asked.losses[1, : len(y), k]
+        assert_close(losses, nll_of_predictive(expected, y), rtol=1e-9, atol=1e-12)
 
 
 def test_new_clients_take_the_federations_number(
@@ -426,19 +447,19 @@ def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module)
         def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
             inner = super().__call__(algorithm, given, view, data)
 
-            def fitted(x: Tensor, *, value: float | None = None, **more: Any) -> dict[str, Tensor]:
-                if value in self.broken:
+            def fitted(x: Tensor, *, value: Any = None, **more: Any) -> dict[str, Tensor]:
+                if self.broken:
                     raise torch.linalg.LinAlgError("no factor")
-                return {
-                    k: v * (torch.nan if value in self.nan else 1.0)
-                    for k, v in inner(x, value=value, **more).items()
-                }
+                found = inner(x, value=value, **more)
+                for place, one in enumerate(value):
+                    found["probs"][place] *= torch.nan if one in self.nan else 1.0
+                return found
 
             return fitted
 
     table = {30: (0.5, 0.9), 6: (0.5, 0.9)}
     predictor = Failing(table)
-    predictor.broken, predictor.nan = {2.0}, {0.5}
+    predictor.nan = {0.5, 2.0}
     assert trained(two, model, predictor).tuned == 1.0
     predictor.broken = {0.5, 1.0, 2.0}
     with pytest.raises(ValueError, match="no candidate gives finite predictions"):

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.curvature import Curvature, ggn, invert
 from bayesfl.curvature.dual import cholesky, restore
+from bayesfl.curvature.ggn import Piece
 from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
@@ -261,3 +263,33 @@ def test_a_known_diagonal_saves_a_pass():
     curvature = Curvature(model)
     inverse = invert(curvature, x, 1.0, diagonal=curvature.diagonal(x))
     assert_close(inverse.marginals(), invert(curvature, x, 1.0).marginals(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_several_prior_variances_at_once(form):
+    """Covariances under a precision and its multiples are those of inverses of their own, whichever
+    form they have; so are those of data that were linearised before.
+    """
+    torch.manual_seed(0)
+    model = bf.models.mlp(4, hidden=5, outputs=3).double()
+    x, held = torch.randn(6, 4).double(), torch.randn(5, 4).double()
+    curvature, scale = Curvature(model), torch.tensor([1.0, 0.1, 1e-6]).double()
+    indices = torch.arange(0, curvature.size, 2)
+    piece = curvature.held(x, extra=len(indices))
+    assert isinstance(piece, Piece)
+    assert_close(curvature.diagonal(piece), curvature.diagonal(x))
+    found = invert(curvature, piece, 0.2, indices=indices, form=form, scale=scale)
+    mean, covariance = found.predict(held, centre=True)
+    for one, own in zip(scale.tolist(), covariance, strict=True):
+        alone = invert(curvature, x, 0.2 / one, indices=indices, form=form)
+        assert_close(alone.predict(held, centre=True), (mean, own), rtol=1e-9, atol=1e-15)
+
+
+def test_of_several_matrices_one_may_fail():
+    """Its factor is NaN, the others are as they are alone; one matrix alone is refused."""
+    good, bad = 2 * torch.eye(3).double(), -torch.eye(3).double()
+    found = cholesky(torch.stack([good, bad, good * torch.inf]))
+    assert_close(found[0], cholesky(good))
+    assert bool(found[1:].isnan().all())
+    with pytest.raises(torch.linalg.LinAlgError, match="no Cholesky"):
+        cholesky(bad)

@@ -163,3 +163,17 @@ def test_evidence_that_is_none(changed, words):
                 **changed,
             }
         )
+
+
+def test_rules_that_choose_alike():
+    """They choose the same weights under any variance that all have in common; another does not."""
+    curvature = torch.logspace(-9, 3, 40, dtype=torch.float64).flip(0)
+    loc = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+    for name in selection.RULES:
+        found = {
+            tuple(
+                select(name, Evidence(loc, curvature, torch.full_like(loc, variance)), 5).tolist()
+            )
+            for variance in (1e4, 1.0, 1e-4)
+        }
+        assert (len(found) == 1) == (name in selection.ALIKE)

@@ -297,7 +297,7 @@ def of_fitted(
     fitted: FittedPredictor,
     like: Tensor,
     rows: Iterable[Inputs],
-    value: float | None,
+    value: float | tuple[float, ...] | None,
     *,
     client: int,
     seed: int,
@@ -305,16 +305,17 @@ def of_fitted(
     draws: int | None = None,
 ) -> Tensors:
     """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N,
-    ...]}; empty where there are no inputs. Each call makes the same draws.
+    ...]}, or [K, N, ...] for several values; empty where there are no inputs. Each call makes the
+    same draws.
     """
     number = algorithm.draws if draws is None else draws
     about = {"client": client, "round": round, "index": len(algorithm.blocks)}
-    rng = generator(seed, Purpose.PREDICT, **about)
+    rng = generator(seed, Purpose.PREDICT, **about) if number else None
     pieces: list[Tensors] = []
     for piece in rows:
         noise = None
         with explained(piece):
-            if number:
+            if rng is not None:
                 outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
                 shape = (count(piece), number, outputs.shape[-1])
                 noise = (
@@ -324,7 +325,8 @@ def of_fitted(
                 )
             pieces.append(fitted(piece, value=value, noise=noise, plain=draws == 0))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
-    return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
+    lead = ... if isinstance(value, tuple) else None
+    return {name: torch.cat([piece[name][lead] for piece in pieces], 1) for name in names}
 
 
 def shared(local: Local, state: State, split: ClientData) -> LocalPredictions | None:

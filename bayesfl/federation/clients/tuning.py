@@ -126,14 +126,16 @@ def candidates(
     counted = isinstance(algorithm.likelihood, Poisson)
     for row, fitted in fitted_of(local, done, known):
         client = int(row[0])
-        rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
+        rows, y = rows_of(validation, client), validation.y[validation.rows(client)]
         losses.append(torch.full((len(y), len(grid)), torch.inf, dtype=torch.float64))
-        for k, value in enumerate(grid if len(y) else ()):
-            with contextlib.suppress(torch.linalg.LinAlgError):
-                about = {"client": client, "seed": local.seed, "round": round}
-                found = of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)
-                own = {name: t[0] for name, t in found.items()}
-                losses[-1][:, k] = nll_of_predictive(own, y, counts=counted).cpu().double()
+        if not len(y):
+            continue
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            about = {"client": client, "seed": local.seed, "round": round}
+            found = of_fitted(algorithm, fitted, done.views["n"], rows, grid, **about)
+            every = {name: t.flatten(0, 1) for name, t in found.items()}
+            own = nll_of_predictive(every, torch.cat([y] * len(grid)), counts=counted)
+            losses[-1] = own.view(len(grid), len(y)).T.cpu().double()
     return Candidates(losses, done.ids)
 
 
