@@ -255,7 +255,7 @@ def refuse_released(steps: Sequence[Survey], outputs: Outputs, settings: Setting
         raise ValueError(
             f"{asking[0]} asks clients for sums that no noise covers, so that the run's epsilon "
             "would not hold for what is made of them; under ClientPrivacy take steps that each "
-            "client fits alone, as Bias()"
+            "client fits alone, as Bias(variance=1.0)"
         )
 
 
