@@ -28,10 +28,9 @@ from bayesfl.composition.phases import (
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine, stability
 from bayesfl.engine.crew import Crew
-from bayesfl.engine.observation import observe
 from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation.errors import DivergenceError, called
-from bayesfl.models.modes import draws_in_training
+from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
 KEPT = 2**28
@@ -138,7 +137,8 @@ class Local:
     said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
+        if len(self.train.index) and not trials(self.algorithm.model):
+            self.algorithm.trial(self.train)  # as after loading, where no preflight has done so
 
     def run(
         self,

@@ -2,6 +2,8 @@
 everything as it was.
 """
 
+import contextlib
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
+from bayesfl.models.trial import draws_in_training, lively, trials, tried
 
 
 class After(nn.Module):
@@ -53,8 +56,8 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
         ),
         (lambda module, x: x * 2 if torch.is_grad_enabled() else x, "is_grad_enabled"),
         (lambda module, x: x * 2 if x.requires_grad else x, "is_grad_enabled"),
-        (counting, "the numbers ['calls']"),
-        (rescaling, "the parameters ['layer.weight']"),
+        (counting, r"the numbers \['calls'\]"),
+        (rescaling, r"the parameters \['layer.weight'\]"),
         (lambda module, x: x / len(x), "beside other examples"),
         (lambda module, x: x - x.mean(0), "beside other examples"),
         (lambda module, x: x.squeeze(0), "an example alone"),
@@ -64,13 +67,20 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_what_a_forward_does_is_named(after: Callable[[nn.Module, Tensor], Any], words: str):
-    """The first thing only; torch's own generator is as before."""
-    module, x = After(after).requires_grad_(False), torch.randn(8, 4)
-    state = torch.get_rng_state()
-    outputs, fault = looked_at(module, x)
-    assert (words in fault) if words else not fault
-    assert one_row_each(outputs, x)
+    """The first thing only; torch's own generator is as before, and so is the module."""
+    module, x = After(after), torch.randn(8, 4)
+    state, weights = torch.get_rng_state(), copy.deepcopy(module.state_dict())
+    expected = (
+        pytest.raises(ValueError, match=rf"^the model After is refused: its forward .*{words}")
+        if words
+        else contextlib.nullcontext()
+    )
+    for _ in range(2):
+        with expected:
+            assert tried(module, x, x).outputs.shape == (8, 3)
+    assert len(trials(module)) == (not words)
     assert torch.equal(torch.get_rng_state(), state)
+    assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
 
 def test_outputs_of_another_kind_are_returned_as_they_are():
@@ -81,8 +91,8 @@ def test_outputs_of_another_kind_are_returned_as_they_are():
         lambda module, x: x[:, 0],
         lambda module, x: x.long(),
     ):
-        outputs, fault = looked_at(After(after), x)
-        assert (bool(fault), one_row_each(outputs, x)) == (False, False)
+        module = After(after)
+        assert type(tried(module, x, x).outputs) is type(module(x))
 
 
 def test_training_without_gradients_is_named():
@@ -90,12 +100,31 @@ def test_training_without_gradients_is_named():
     none.
     """
     x = torch.randn(8, 4)
-    detached = After(lambda module, x: x.detach() if module.training else x).requires_grad_(False)
-    names = [name for name, _ in detached.named_parameters()]
-    assert (
-        "gives outputs without gradients"
-        in looked_at_training(detached, x, looked_at(detached, x)[0], names).fault
-    )
-    frozen = After(lambda module, x: x + module.table.sum()).requires_grad_(False)
+    detached = After(lambda module, x: x.detach() if module.training else x)
+    with pytest.raises(ValueError, match="gives outputs without gradients"):
+        tried(detached, x, x)
+    frozen = After(lambda module, x: x + module.table.sum())
     frozen.table = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
-    assert not looked_at_training(frozen, x, looked_at(frozen, x)[0], names).fault
+    assert not tried(frozen, x, x).other
+
+
+def test_a_network_is_tried_once_for_examples_of_one_form():
+    """In whatever precision; what it does in training is then known, and probabilities are seen."""
+    called: list[int] = []
+
+    def after(module: nn.Module, x: Tensor) -> Tensor:
+        called.append(len(x))
+        return F.dropout(x, 0.5, module.training).softmax(-1)
+
+    module, x = After(after), torch.randn(8, 4)
+    assert not trials(module)
+    assert not draws_in_training(module)
+    first = tried(module, x, x)
+    assert first[1:] == (True, True, True)
+    assert draws_in_training(module)
+    assert lively(module.eval())
+    count = len(called)
+    assert tried(module, x.double() + 1, x.double()) is first
+    assert len(called) == count
+    assert tried(module, x[:5], x) is not first
+    assert called[count:].count(1) == 1  # an example alone
