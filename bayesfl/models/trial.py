@@ -30,6 +30,7 @@ class Trial(NamedTuple):
     Args:
         outputs: What it returns for the examples in evaluation mode.
         squashed: Whether these come out of a softmax or a sigmoid.
+        closed: Whether they depend on no other weights than its parameters.
         draws: Whether its forward draws random numbers in training, or has a layer that may.
         other: Whether it computes something else in training than in evaluation, or has norms that
             follow statistics.
@@ -37,6 +38,7 @@ class Trial(NamedTuple):
 
     outputs: Any
     squashed: bool
+    closed: bool
     draws: bool = False
     other: bool = False
 
@@ -127,8 +129,8 @@ def _evaluated(module: nn.Module, x: Inputs) -> Trial:
                 "self.training, as F.dropout(x, p, self.training)",
             )
     if not one_row_each(outputs, x):
-        return Trial(outputs, False)
-    rows = torch.arange(count(x))
+        return Trial(outputs, squashed=False, closed=False)
+    every = torch.arange(count(x))
     with _watched(module, x), torch.no_grad():
         with explained(x, every=True):
             (first, again), strange = strangers(module, x)
@@ -153,24 +155,22 @@ def _evaluated(module: nn.Module, x: Inputs) -> Trial:
                 "gives other outputs where gradients are computed (torch.is_grad_enabled()), and "
                 "would train another model; remove that",
             )
-        if any(
-            _apart(outputs[some], called(some), 1e4)
-            for some in (rows[len(rows) // 2 :], rows.flip(0))
-        ):
-            raise _refused(
-                module,
-                "gives an example other outputs beside other examples: it mixes the rows of a "
-                "batch, as x - x.mean(0) or batch norm do, and batches are filled up with rows of "
-                "padding here; normalise each example alone, as nn.GroupNorm does",
-            )
-        if _apart(outputs[:1], called(rows[:1]), 1e4):
-            raise _refused(
-                module,
-                "gives other outputs, or another shape, for an example alone; leave out a squeeze "
-                "that takes the axis of examples away",
-            )
+        mixes = (
+            "an example other outputs beside other examples: it mixes the rows of a batch, as x - "
+            "x.mean(0) or batch norm do, and batches are filled up with rows of padding here; "
+            "normalise each example alone, as nn.GroupNorm does"
+        )
+        alone = (
+            "other outputs, or another shape, for an example alone; leave out a squeeze that takes "
+            "the axis of examples away"
+        )
+        rows = ((every[len(every) // 2 :], mixes), (every.flip(0), mixes), (every[:1], alone))
+        for some, fault in rows:
+            if _apart(outputs[some], called(some), 1e4):
+                raise _refused(module, f"gives {fault}")
     # A view of them, as after a squeeze, has the same memory.
-    return Trial(outputs, seen.last is not None and outputs.data_ptr() == seen.last.data_ptr())
+    squashed = seen.last is not None and outputs.data_ptr() == seen.last.data_ptr()
+    return Trial(outputs, squashed, not strange)
 
 
 def _trained(module: nn.Module, x: Inputs, seen: Trial, trainable: Collection[str]) -> Trial:

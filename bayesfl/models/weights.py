@@ -196,21 +196,22 @@ def strangers(module: nn.Module, x: Inputs) -> tuple[list[Any], list[tuple[Tenso
     """
     outputs: list[Any] = []
     found: list[tuple[Tensor, str]] = []
-    copies = [module]
+    copies = [(module, x)]
     with suppress(ValueError):  # a forward may keep what shares a parameter's memory
         # Of a second copy, too, as a store may take the parameters of the first for its own.
-        copies.append(duplicate(module))
-    for one in copies:
-        rows = x if one is module else at(x, slice(0, 2))
+        copies.append((duplicate(module), at(x, slice(0, 2))))
+    for one, rows in copies:
         live = [name for name, p in one.named_parameters() if p.is_floating_point()]
-        sources: list[list[Any]] = []
         with torch.enable_grad(), bound(one, {}, live) as own:
-            for _ in range(2):
-                outputs.append(call(one, each(Tensor.clone, rows)))
-                sources.append([*_sources(outputs[-1]), *stand_ins(one)])
+            calls = [
+                (out := call(one, each(Tensor.clone, rows)), [*_sources(out), *stand_ins(one)])
+                for _ in range(2)
+            ]
+        outputs += [out for out, _ in calls]
+        (_, first), (_, again) = calls
         # What a forward makes anew, as inputs of a checkpoint, is none.
-        kept = {id(t) for t in sources[0]} - {id(p) for p in own.values()}
-        found += [(t, holder(one, t)) for t in sources[1] if id(t) in kept]
+        kept = {id(t) for t in first} - {id(p) for p in own.values()}
+        found += [(t, holder(one, t)) for t in again if id(t) in kept]
     return outputs[:2], found
 
 

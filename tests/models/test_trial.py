@@ -120,7 +120,7 @@ def test_a_network_is_tried_once_for_examples_of_one_form():
     assert not trials(module)
     assert not draws_in_training(module)
     first = tried(module, x, x)
-    assert first[1:] == (True, True, True)
+    assert first[1:] == (True, True, True, True)
     assert draws_in_training(module)
     assert lively(module.eval())
     count = len(called)
