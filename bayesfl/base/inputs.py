@@ -108,12 +108,12 @@ def shape_of(x: Inputs) -> Shapes:
     )
 
 
-def form(x: Inputs) -> tuple[Any, ...]:
-    """Return what examples have in common: every tensor's name, shape and type, floats of any
-    precision alike.
+def form(x: Inputs, axes: int = 1) -> tuple[Any, ...]:
+    """Return what examples have in common: every tensor's name, shape after the first `axes`, and
+    type, floats of any precision alike.
     """
     return tuple(
-        [(name, tuple(t.shape[1:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
+        [(name, tuple(t.shape[axes:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
     )
 
 

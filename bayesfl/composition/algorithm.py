@@ -349,7 +349,7 @@ class Algorithm:
 
     def whole(self, parts: Iterable[str]) -> tuple[str, ...]:
         """Return the parts and the blocks of their norms' buffers, which go wherever they go."""
-        found = dict.fromkeys(name for part in parts for name in (part, buffers.of(part)))
+        found = dict.fromkeys(name for part in parts for name in (part, part + buffers.SUFFIX))
         return tuple(name for name in found if name in self.blocks)
 
     def leaves(

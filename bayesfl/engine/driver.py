@@ -143,7 +143,8 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        steps, rows = model, count(x)
+        most = rows = count(x)
+        steps = model
         if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(
@@ -152,9 +153,9 @@ class Engine:
                 for name in algorithm.layout(block).names
             ):
                 # The body runs once, so that a step computes no more than one on a usual batch.
-                steps, rows = model.head, min(rows, layers.USUAL)
+                steps, rows = model.head, min(most, layers.USUAL)
         if device.type != "cuda":
-            return "layers" if layers.light(module, x, rows) else "live"
+            return "layers" if layers.light(module, x, most, rows) else "live"
         if not live.has_convolutions(steps) and layers.supported(module, x):
             return "layers"
         return "vmap" if vmap.can_batch(model) else "live"

@@ -115,15 +115,15 @@ def _parts(module: nn.Module, x: Inputs) -> list[tuple[nn.Module, Inputs]]:
     return [(module.body, some), (module.head, _once("features", module, some, features))]
 
 
-def light(module: nn.Module, x: Inputs, rows: int) -> bool:
-    """Say whether a module can be run, and a step of `rows` rows leaves room in the cache for
-    several clients; looked at once for a number of inputs and of rows.
+def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
+    """Say whether a module can be run for clients of `most` rows, as many as `x` has, and a step of
+    `rows` rows leaves room in the cache for several clients; looked at once.
     """
 
     def look() -> bool:
         return not _heavy(module, x, rows) and supported(module, x)
 
-    return _once((count(x), rows), module, x, look)
+    return _once((most, rows), module, x, look)
 
 
 def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
@@ -156,13 +156,21 @@ def _refusal(module: nn.Module, reason: str) -> ValueError:
     )
 
 
-def _once(what: str, module: nn.Module, x: Inputs, make: Callable[[], T], *, rows: int = 0) -> T:
-    """Return what is learnt once of a module and its copies, for its mode and a form of inputs; a
-    plan for fewer rows is made anew.
+def _once(
+    what: Hashable,
+    module: nn.Module,
+    x: Inputs,
+    make: Callable[[], T],
+    *,
+    rows: int = 0,
+    axes: int = 1,
+) -> T:
+    """Return what is learnt once of a module and its copies, for its mode and a form of inputs, of
+    which each has `axes` axes before an example's; in training, a plan for fewer rows is made anew.
     """
     origin, train = twin(module)
-    known, key = _KNOWN.setdefault(origin, {}), (what, train, form(x))
-    if key not in known or getattr(known[key], "rows", rows) < rows:
+    known, key = _KNOWN.setdefault(origin, {}), (what, train, form(x, axes))
+    if key not in known or (train is not False and getattr(known[key], "rows", rows) < rows):
         known[key] = make()
     return known[key]
 
@@ -188,21 +196,29 @@ def _recording(module: nn.Module, x: Inputs) -> Recording | str:
     return _once("recording", module, x, lambda: _tried(made))
 
 
-def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES) -> _Plan | str:
-    """Return how a module is run for clients of so many rows, or why it is not."""
-    # In evaluation mode a look before training asks for more.
-    rows = EXAMPLES if twin(module)[1] is False else max(EXAMPLES, rows)
+def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> _Plan | str:
+    """Return how a module is run for clients of so many rows, or why it is not.
+
+    Args:
+        module: The module.
+        x: Inputs [N, ...], or of several clients.
+        rows: The number of rows.
+        axes: Number of the inputs' axes before an example's own.
+    """
 
     def made() -> _Plan:
-        recording, wide = _recording(module, x), _wide(module)
+        one, wide = each(lambda t: t[(0,) * (axes - 1)], x), _wide(module)
+        recording = _recording(module, one)
         if isinstance(recording, str):
             raise Unrecordable(recording)
-        plan = _ready(wide, recording, rows)
-        if not _true(wide, plan, _examples(x, rows)):
+        # In evaluation mode a look before training asks for more.
+        most = EXAMPLES if twin(module)[1] is False else max(EXAMPLES, rows)
+        plan = _ready(wide, recording, most)
+        if not _true(wide, plan, _examples(one, most)):
             raise Unrecordable("computes something else than its torch functions one after another")
         return plan
 
-    return _once("plan", module, x, lambda: _tried(made), rows=rows)
+    return _once("plan", module, x, lambda: _tried(made), rows=rows, axes=axes)
 
 
 def _wide(module: nn.Module) -> nn.Module:
@@ -299,8 +315,7 @@ def kernel(module: nn.Module) -> Passage:
         through: bool,
         rows: Rows = Rows(),
     ) -> Pass:
-        one = each(lambda t: t[0, 0] if lifted else t[0], x)
-        plan = _plan(module, one, count(one))
+        plan = _plan(module, x, first(x).shape[1 + lifted], 2 + lifted)
         if isinstance(plan, str):
             raise _refusal(module, plan)
         return _run(plan, module, leaves, slopes, x, lifted, through, rows)

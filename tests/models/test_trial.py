@@ -5,7 +5,9 @@ everything as it was.
 import contextlib
 import copy
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from bayesfl.models.modes import own_copy
 from bayesfl.models.trial import draws_in_training, lively, trials, tried
 
 
@@ -106,6 +109,36 @@ def test_training_without_gradients_is_named():
     frozen = After(lambda module, x: x + module.table.sum())
     frozen.table = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
     assert not tried(frozen, x, x).other
+
+
+def test_a_thread_takes_over_the_copy_that_another_left():
+    """Two at once have copies of their own, and so has each mode and precision."""
+    module, like = nn.Linear(4, 3), torch.zeros(())
+
+    def copies() -> tuple[nn.Module, ...]:
+        double = own_copy(module, like.double())
+        return own_copy(module, like), own_copy(module, like, train=True), double
+
+    mine = copies()
+    assert len({*mine}) == 3
+    assert [part.training for part in mine] == [False, True, False]
+    assert copies() == mine
+    both = threading.Barrier(2)
+
+    def at_once() -> tuple[nn.Module, ...]:
+        both.wait()
+        found = copies()
+        both.wait()
+        return found
+
+    seen: list[set[nn.Module]] = []
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            one, other = (pool.submit(at_once) for _ in range(2))
+            seen.append({*one.result(), *other.result()})
+    assert len(seen[0]) == 6
+    assert not seen[0] & {*mine}
+    assert seen[0] == seen[1]
 
 
 def test_a_network_is_tried_once_for_examples_of_one_form():

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
-from bayesfl.base.trees import flatten
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
@@ -222,7 +221,8 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
         if diverged.any():  # later phases changed the views that were set back
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
-        algorithm.check_reported(started, views)
+        if views is not started:
+            algorithm.check_reported(started, views)
         return Done(
             ids,
             given,
@@ -248,8 +248,10 @@ class Local:
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
         sent = [
             t
-            for key, t in flatten(given).items()
-            if isinstance(t, Tensor) and key.split(".")[0] not in frozen
+            for key, value in given.items()
+            if key not in frozen
+            for t in tree_leaves(value)
+            if isinstance(t, Tensor)
         ]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
@@ -257,7 +259,7 @@ class Local:
         """Return the ids of some clients, or of all, split into chunks."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
         return chunks(
-            np.arange(self.train.clients) if ids is None else ids, self.train.counts, size
+            np.arange(len(self.train.counts)) if ids is None else ids, self.train.counts, size
         )
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:
