@@ -3,13 +3,13 @@ forward does besides giving each example its outputs is noted, or refused.
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, at, call, count, each, form, named
@@ -21,7 +21,10 @@ from bayesfl.models.weights import call_at, strangers
 
 ROWS = 32
 """Number of examples on which a network is tried."""
-_SQUASHING = ("softmax", "special_softmax", "sigmoid", "sigmoid_", "special_expit")
+_VIEWS = re.compile(
+    "(Alias|Permute|Select|Slice|Squeeze|T|Transpose|UnsafeView|Unsqueeze|View)Back"
+)
+"""Steps of a graph of autograd that give the same numbers in another shape."""
 
 
 class Trial(NamedTuple):
@@ -120,7 +123,7 @@ def _evaluated(module: nn.Module, x: Inputs) -> Trial:
             return call(module, at(x, rows))
 
     with _watched(module, x) as given, torch.no_grad():
-        with Addressed(0) as drawing, _Squashed() as seen, explained(x, every=True):
+        with Addressed(0) as drawing, explained(x, every=True):
             outputs = call(module, given)
         if drawing.drawn:
             raise _refused(
@@ -168,8 +171,10 @@ def _evaluated(module: nn.Module, x: Inputs) -> Trial:
         for some, fault in rows:
             if _apart(outputs[some], called(some), 1e4):
                 raise _refused(module, f"gives {fault}")
-    # A view of them, as after a squeeze, has the same memory.
-    squashed = seen.last is not None and outputs.data_ptr() == seen.last.data_ptr()
+    last = first.grad_fn
+    while last is not None and _VIEWS.match(last.name()):
+        last = last.next_functions[0][0]
+    squashed = last is not None and last.name().startswith(("Softmax", "Sigmoid"))
     return Trial(outputs, squashed, not strange)
 
 
@@ -241,18 +246,6 @@ def _go_back(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> N
             f"draws random numbers in its backward pass{of}, as checkpointing of a part with "
             "dropout does, which have no address; leave checkpointing out",
         )
-
-
-class _Squashed(TorchFunctionMode):
-    """Remembers the last result of a softmax or a sigmoid."""
-
-    last: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _SQUASHING:
-            self.last = found
-        return found
 
 
 @contextlib.contextmanager
