@@ -133,7 +133,7 @@ class Engine:
             train: Whether the model is trained.
 
         Raises:
-            ValueError: The kernel asked for cannot run the model.
+            ValueError: The kernel `vmap` was asked for, and cannot run the model.
         """
         model, device = algorithm.model, like.device
         module = algorithm.module(like, train=train)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from bayesfl.base.layout import Layout
+from bayesfl.curvature import Curvature
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models.modes import own_copy
 from bayesfl.models.trial import draws_in_training, lively, trials, tried
 
@@ -45,6 +49,14 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
         ).sum()
         * 0
     )
+
+
+def scaled(module: Any, x: Tensor) -> Tensor:
+    """A stack's outputs, times tensors that the stack holds and does not name."""
+    out = nn.Sequential.forward(module, x)
+    for factor in module.extra:
+        out = out * factor
+    return out
 
 
 @pytest.mark.parametrize(
@@ -161,3 +173,17 @@ def test_a_network_is_tried_once_for_examples_of_one_form():
     assert len(called) == count
     assert tried(module, x[:5], x) is not first
     assert called[count:].count(1) == 1  # an example alone
+
+
+def test_curvature_reads_the_trial():
+    """A method's network that depends on its own parameters alone is not looked at again."""
+    x = torch.randn(8, 4)
+    extra = [torch.ones(2, requires_grad=True)]
+    for more, closed in (((), True), (extra, False)):
+        module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+        module.extra = [*more]
+        module.forward = types.MethodType(scaled, module)
+        own, layout = own_copy(module, x), Layout(module, "*")
+        assert not Curvature(own, Gaussian(1.0), pattern=layout)._seen
+        assert tried(module, x, x).closed == closed
+        assert Curvature(own, Gaussian(1.0), pattern=layout)._seen == closed
