@@ -68,7 +68,6 @@ class Operation(NamedTuple):
         piece: Which of several results it is; None for a function with one.
         draw: How many draws the forward had made before, where the function makes one; else None.
         live: Whether gradients go through it.
-        dtype: The type of its result.
     """
 
     function: Callable[..., Any]
@@ -79,7 +78,6 @@ class Operation(NamedTuple):
     piece: int | None
     draw: int | None
     live: bool
-    dtype: torch.dtype
 
 
 class Recording(NamedTuple):
@@ -194,17 +192,13 @@ class _Recorder(TorchFunctionMode):
         written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
         if written and name.endswith("_") and not name.endswith("__"):
             raise Unrecordable(f"calls {name} on a parameter or a buffer")
-        step = Operation(
-            func, *given, tuple(places), 0, None, drawn if draws else None, False, torch.bool
-        )
+        step = Operation(func, *given, tuple(places), 0, None, drawn if draws else None, False)
         self._draws += draws
         for piece, t in enumerate(result) if several else [(None, result)]:
             if not isinstance(t, Tensor):
                 raise Unrecordable(f"calls {name}, which returns something beside tensors")
             place = self._place(t, len(self._kept))
-            self._steps.append(
-                step._replace(out=place, piece=piece, live=t.requires_grad, dtype=t.dtype)
-            )
+            self._steps.append(step._replace(out=place, piece=piece, live=t.requires_grad))
         return result
 
     def _place(self, t: Tensor, place: int) -> int:
@@ -279,16 +273,15 @@ def _merged(one: Recording, other: Recording) -> Recording:
     first in float64 and the second in float32.
     """
     mine, theirs = (
-        [(step.function, *step[3:-1]) for step in recording.steps] for recording in (one, other)
+        [(step.function, *step[3:]) for step in recording.steps] for recording in (one, other)
     )
     if mine != theirs or one[:2] != other[:2] or one.out != other.out:
         raise Unrecordable("takes other steps for other numbers of rows, or in another precision")
-    steps = []
-    for a, b in zip(one.steps, other.steps, strict=True):
-        if a.dtype != b.dtype and (a.dtype, b.dtype) != _WIDTHS:
-            raise Unrecordable("computes in a precision of its own")
-        steps.append(a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named)))
-    return one._replace(steps=tuple(steps), numbers=other.numbers - one.numbers)
+    steps = tuple(
+        a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named))
+        for a, b in zip(one.steps, other.steps, strict=True)
+    )
+    return one._replace(steps=steps, numbers=other.numbers - one.numbers)
 
 
 def _joint(one: Any, other: Any) -> Any:

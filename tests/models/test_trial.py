@@ -171,6 +171,8 @@ def test_a_network_is_tried_once_for_examples_of_one_form():
     count = len(called)
     assert tried(module, x.double() + 1, x.double()) is first
     assert len(called) == count
+    assert tried(module, x[:, None], x).outputs.shape == (8, 1, 3)
+    count = len(called)
     assert tried(module, x[:5], x) is not first
     assert called[count:].count(1) == 1  # an example alone
 
