@@ -320,7 +320,7 @@ def _run(
     x: Inputs,
     lifted: bool,
     through: bool,
-    rows: Rows,
+    rows: Rows = Rows(),
 ) -> Pass:
     """Run the steps of a plan, see `network.Passage`."""
     recording = plan.recording

@@ -118,7 +118,7 @@ def test_training_without_gradients_is_named():
     detached = After(lambda module, x: x.detach() if module.training else x)
     with pytest.raises(ValueError, match="gives outputs without gradients"):
         tried(detached, x, x)
-    frozen = After(lambda module, x: x + module.table.sum())
+    frozen = After(lambda module, x: x + module.get_parameter("table").sum())
     frozen.table = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
     assert not tried(frozen, x, x).other
 
@@ -183,7 +183,7 @@ def test_curvature_reads_the_trial():
     extra = [torch.ones(2, requires_grad=True)]
     for more, closed in (((), True), (extra, False)):
         module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-        module.extra = [*more]
+        vars(module)["extra"] = [*more]
         module.forward = types.MethodType(scaled, module)
         own, layout = own_copy(module, x), Layout(module, "*")
         assert not Curvature(own, Gaussian(1.0), pattern=layout)._seen
