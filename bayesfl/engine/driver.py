@@ -133,10 +133,12 @@ class Engine:
             train: Whether the model is trained.
 
         Raises:
-            ValueError: The kernel `vmap` was asked for, and cannot run the model.
+            ValueError: The kernel asked for cannot run the model.
         """
         model, device = algorithm.model, like.device
         module = algorithm.module(like, train=train)
+        if self.kernel == "layers":
+            layers.refuse(module, x)
         if self.kernel == "vmap":
             vmap.refuse(model)
         if self.kernel != "auto":

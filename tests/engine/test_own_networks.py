@@ -365,7 +365,7 @@ def test_what_is_not_recorded(name: str):
     x = numbers(20, 4, seed=2)
     assert not layers.supported(module, x)
     with pytest.raises(ValueError, match=rf"layers kernel .*Counting, which .*({words})"):
-        layers.kernel(module)({}, {}, x[None], False, False)
+        layers.refuse(module, x)
 
 
 def test_a_recording_is_of_one_shape():
