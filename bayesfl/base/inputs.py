@@ -53,7 +53,7 @@ def join(trees: Sequence[Inputs]) -> Inputs:
 
 def first(x: Inputs) -> Tensor:
     """Return the first tensor of the tree."""
-    return next(t for _, t in named(x))
+    return x if isinstance(x, Tensor) else next(t for _, t in named(x))
 
 
 def count(x: Inputs) -> int:
@@ -105,6 +105,15 @@ def shape_of(x: Inputs) -> Shapes:
         {key: shape_of(t) for key, t in x.items()}
         if isinstance(x, Mapping)
         else tuple(shape_of(t) for t in x)
+    )
+
+
+def form(x: Inputs, axes: int = 1) -> tuple[Any, ...]:
+    """Return what examples have in common: every tensor's name, shape after the first `axes`, and
+    type, floats of any precision alike.
+    """
+    return tuple(
+        [(name, tuple(t.shape[axes:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
     )
 
 

@@ -87,6 +87,17 @@ def same(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def apart(one: Tensor, other: Tensor, share: float, size: float = 0.0) -> bool:
+    """Say whether two tensors differ in shape, or by more than a share of the largest finite number
+    of `other`, or of `size` where that is larger; NaN is the same as NaN.
+    """
+    if one.shape != other.shape or not one.numel():
+        return one.shape != other.shape
+    alike = (one == other) | ((one != one) & (other != other))
+    largest = max(size, float(other.abs().where(other.isfinite(), 0.0).max()))
+    return not bool((one - other).abs().where(~alike, 0.0).max() <= share * largest)
+
+
 def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | None = None) -> Tensor:
     """Return scores [..., n] in float64 in which those that differ by rounding alone, see `TIES`,
     are one number, the least of them; so products of matrices in other blocks have the same ranks.

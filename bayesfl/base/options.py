@@ -174,7 +174,7 @@ class Option:
             for word in self.words
         ):
             return value
-        texts = any(isinstance(word, str) for word in self.words)
+        texts = str in map(type, self.words)
         if texts and (
             (isinstance(value, str) and str not in self.free)
             or not (self.kind or self.parts or self.free)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.described import described
 from bayesfl.base.display.html import preview
-from bayesfl.base.inputs import Inputs
+from bayesfl.base.inputs import Inputs, each
 from bayesfl.base.layout import Layout, aliases, covers
 from bayesfl.base.options import AT_LEAST_0, declared, instance
 from bayesfl.base.protocols import (
@@ -35,11 +35,13 @@ from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
+from bayesfl.data import ClientData
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import cut
 from bayesfl.models.copies import copied
 from bayesfl.models.modes import own_copy
 from bayesfl.models.purity import refuse_impure
+from bayesfl.models.trial import ROWS, Trial, tried
 from bayesfl.models.weights import call_at
 
 
@@ -336,9 +338,18 @@ class Algorithm:
         """
         return own_copy(self.model, like, train=train)
 
+    def trial(self, split: ClientData) -> Trial:
+        """Return what the network does on some rows of a split, which is tried once in a process.
+
+        Raises:
+            ValueError: The network does not take the rows, or is refused, see `models.trial`.
+        """
+        x = each(Tensor.cpu, split.take(split.index[:ROWS]))
+        return tried(self.model, x, torch.empty(0, dtype=split.dtype))
+
     def whole(self, parts: Iterable[str]) -> tuple[str, ...]:
         """Return the parts and the blocks of their norms' buffers, which go wherever they go."""
-        found = dict.fromkeys(name for part in parts for name in (part, buffers.of(part)))
+        found = dict.fromkeys(name for part in parts for name in (part, part + buffers.SUFFIX))
         return tuple(name for name in found if name in self.blocks)
 
     def leaves(

@@ -41,6 +41,8 @@ from bayesfl.curvature.roots import basis, root, variances
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered
 from bayesfl.models.copies import differentiable, duplicate
+from bayesfl.models.modes import twin
+from bayesfl.models.trial import trials
 from bayesfl.models.weights import bound, refuse_unseen
 
 
@@ -124,7 +126,8 @@ class Curvature:
             self.module, self.layout
         )
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
-        self._seen = self.engine.name == "layers"  # whose layers are torch's own
+        closed = any(trial.closed for trial in trials(twin(model)[0]))
+        self._seen = closed or self.engine.name == "layers"  # whose layers are torch's own
         self._like = next(model.parameters()).detach().flatten()[:0]
 
     @property

@@ -8,7 +8,7 @@ import torch
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import Inputs, count, each, named
-from bayesfl.base.numerics import same
+from bayesfl.base.numerics import apart, same
 from bayesfl.base.warning import warn
 from bayesfl.data.split import Change, ClientData, all_finite
 
@@ -148,8 +148,6 @@ def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
 
 
 def _near_tensors(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not rounding or not a.is_floating_point() or not a.numel():
-        return same(a, b)
-    return bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))
+    if a.dtype != b.dtype or not a.is_floating_point():
+        return a.dtype == b.dtype and same(a, b)
+    return not apart(b, a, rounding)

@@ -5,6 +5,7 @@ clients share.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -350,7 +351,7 @@ class ClientData:
         dtype = self.dtype if dtype is None else dtype
         x, index = each(lambda t: t if mapped(t) else move(t, None), self.x), move(self.index, None)
         y = move(self.y, dtype if self.y.is_floating_point() else None)
-        same = all(a is b for (_, a), (_, b) in zip(named(x), named(self.x), strict=True))
+        same = all(map(is_, dict(named(x)).values(), dict(named(self.x)).values()))
         if same and y is self.y and index is self.index and dtype == self.dtype:
             return self
         return replace(

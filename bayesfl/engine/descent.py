@@ -26,7 +26,7 @@ from bayesfl.composition.phases import Descend, steps_on_batch
 from bayesfl.composition.priors import Flat, Normal, Tilt, is_normal
 from bayesfl.engine.network import Kernel, Network, Rows, Through
 from bayesfl.engine.plan import PhasePlan
-from bayesfl.models.modes import draws_in_training, lively
+from bayesfl.models.trial import draws_in_training, lively
 from bayesfl.optim import rate_at
 from bayesfl.posteriors.point import Point
 

@@ -19,7 +19,7 @@ from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew, apart
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.altered import cut
-from bayesfl.models.modes import draws_in_training, lively
+from bayesfl.models.trial import draws_in_training, lively
 
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
@@ -143,7 +143,8 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        steps, some = model, x
+        most = rows = count(x)
+        steps = model
         if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(
@@ -152,13 +153,12 @@ class Engine:
                 for name in algorithm.layout(block).names
             ):
                 # The body runs once, so that a step computes no more than one on a usual batch.
-                steps, some = model.head, each(lambda t: t[: layers.USUAL], x)
-        large = (
-            live.has_convolutions(steps) if device.type == "cuda" else layers.heavy(module, some)
-        )
-        if not large and layers.supported(module, x):
+                steps, rows = model.head, min(most, layers.USUAL)
+        if device.type != "cuda":
+            return "layers" if layers.light(module, x, most, rows) else "live"
+        if not live.has_convolutions(steps) and layers.supported(module, x):
             return "layers"
-        return "vmap" if device.type == "cuda" and vmap.can_batch(model) else "live"
+        return "vmap" if vmap.can_batch(model) else "live"
 
     def run(
         self,
@@ -213,16 +213,15 @@ class Engine:
     ) -> tuple[View, Info]:
         like = views["n"]
         algorithm.module(like)  # made here, since no copy can be made inside torch.func
-        descends = any(by_algebra(p) for p in getattr(phase, "phases", (phase,)))
+        descends = [p for p in getattr(phase, "phases", (phase,)) if by_algebra(p)]
         kernel = self.choose(
             algorithm,
             phase if by_algebra(phase) else None,
             like,
             plan.examples,
-            train=descends,
+            train=bool(descends),
         )
-        elsewhere = any(by_algebra(p) and p.energy.at for p in getattr(phase, "phases", (phase,)))
-        if self.kernel == "auto" and kernel == "layers" and elsewhere:
+        if self.kernel == "auto" and kernel == "layers" and any(p.energy.at for p in descends):
             # At other weights the network runs in evaluation mode, which may not be recordable.
             can = layers.supported(algorithm.module(like), plan.examples)
             kernel = "layers" if can else "live"

@@ -6,15 +6,18 @@ two clients of different numbers of rows, in outputs, slopes and running statist
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, count, each, first, in_precision, named
-from bayesfl.engine.network import Pass, Passage, Rows
+from bayesfl.base.inputs import Inputs, count, each, first, form, in_precision, named
+from bayesfl.base.numerics import apart
+from bayesfl.engine import live
+from bayesfl.engine.network import Pass, Passage, Rows, there_and_back
 from bayesfl.engine.recording import (
     PRECISION,
     Given,
@@ -81,15 +84,10 @@ class _Plan(NamedTuple):
     shared: frozenset[int]
 
 
-_PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Plan | str]]" = (
-    weakref.WeakKeyDictionary()
-)
-"""The plans of modules by mode and inputs, which all threads' copies share; or why there is
-none.
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
+"""What was learnt of modules, by mode and inputs, which all threads' copies share: recordings,
+plans, features of a few examples, and whether they are light.
 """
-_RECORDINGS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def supported(module: nn.Module, x: Inputs) -> bool:
@@ -100,29 +98,42 @@ def supported(module: nn.Module, x: Inputs) -> bool:
         x: Inputs [N, ...] of a client, of at least one example; in training as many as its largest
             batch has, since a forward may ask how many there are.
     """
-    return all(isinstance(_plan(part, given), _Plan) for part, given in _parts(module, x))
+    return all(isinstance(_plan(part, some, count(x)), _Plan) for part, some in _parts(module, x))
 
 
-def _parts(module: nn.Module, x: Inputs) -> Iterator[tuple[nn.Module, Inputs]]:
-    """Yield what is run by itself, with its inputs: body and head, or the whole."""
+def _parts(module: nn.Module, x: Inputs) -> list[tuple[nn.Module, Inputs]]:
+    """Return what is run by itself, with a few of its inputs: body and head, or the whole."""
+    some = each(lambda t: t[:EXAMPLES], x)
     if not cut(module):
-        yield module, x
-        return
-    yield module.body, x
-    tensors = {name: t.detach().clone() for name, t in module.body.state_dict().items()}
-    with torch.no_grad(), Addressed(0):
-        features = call_at(module.body, tensors, x)
-    yield module.head, features
+        return [(module, some)]
+
+    def features() -> Tensor:
+        tensors = {name: t.detach().clone() for name, t in module.body.state_dict().items()}
+        with torch.no_grad(), Addressed(0):
+            return call_at(module.body, tensors, some)
+
+    return [(module.body, some), (module.head, _once("features", module, some, features))]
 
 
-def heavy(module: nn.Module, x: Inputs) -> bool:
+def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
+    """Say whether a module can be run for clients of `most` rows, as many as `x` has, and a step of
+    `rows` rows leaves room in the cache for several clients; looked at once.
+    """
+
+    def look() -> bool:
+        return not _heavy(module, x, rows) and supported(module, x)
+
+    return _once((most, rows), module, x, look)
+
+
+def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
     """Say whether one client's weights and results fill the cache, which several clients' would
     leave; or whether that cannot be known.
 
     Predictions count as a batch of `USUAL` rows, so that what runs them does not depend on theirs.
     """
-    recordings = [_recording(part, given) for part, given in _parts(module, x)]
-    rows = USUAL if twin(module)[1] is False else count(x)
+    recordings = [_recording(*part) for part in _parts(module, x)]
+    rows = USUAL if twin(module)[1] is False else rows
     numbers = sum(0 if isinstance(one, str) else one.numbers for one in recordings) * rows
     sizes = [(p.dim() > 2, p.numel()) for p in module.parameters()]
     weights, filters = sum(n for _, n in sizes), sum(n for wide, n in sizes if wide)
@@ -133,8 +144,8 @@ def heavy(module: nn.Module, x: Inputs) -> bool:
 
 def refuse(module: nn.Module, x: Inputs) -> None:
     """Raise ValueError, saying why, if a module cannot be run."""
-    for part, given in _parts(module, x):
-        if isinstance(reason := _plan(part, given), str):
+    for part, some in _parts(module, x):
+        if isinstance(reason := _plan(part, some, count(x)), str):
             raise _refusal(module, reason)
 
 
@@ -145,18 +156,23 @@ def _refusal(module: nn.Module, reason: str) -> ValueError:
     )
 
 
-def _recording(module: nn.Module, x: Inputs) -> Recording | str:
-    """Return the recording of a module, or why there is none."""
-    origin, key = _key(module, x)
-    recordings = _RECORDINGS.setdefault(origin, {})
-    if key not in recordings:
-        hooked = any(p._backward_hooks or p._backward_pre_hooks for p in module.modules())
-        recordings[key] = (
-            "has hooks of gradients"
-            if hooked
-            else _tried(lambda: recorded(_wide(module), _examples(x)))
-        )
-    return recordings[key]
+def _once(
+    what: Hashable,
+    module: nn.Module,
+    x: Inputs,
+    make: Callable[[], T],
+    *,
+    rows: int = 0,
+    axes: int = 1,
+) -> T:
+    """Return what is learnt once of a module and its copies, for its mode and a form of inputs, of
+    which each has `axes` axes before an example's; in training, a plan for fewer rows is made anew.
+    """
+    origin, train = twin(module)
+    known, key = _KNOWN.setdefault(origin, {}), (what, train, form(x, axes))
+    if key not in known or (train is not False and getattr(known[key], "rows", rows) < rows):
+        known[key] = make()
+    return known[key]
 
 
 def _tried(make: Callable[[], T]) -> T | str:
@@ -169,36 +185,40 @@ def _tried(make: Callable[[], T]) -> T | str:
         return f"cannot be run for several clients at once: {error}".splitlines()[0]
 
 
-def _key(module: nn.Module, x: Inputs) -> tuple[nn.Module, Hashable]:
-    """Return the module of which all threads' copies are, and what else a recording is made for:
-    the mode, and the inputs' names, shapes and types.
+def _recording(module: nn.Module, x: Inputs) -> Recording | str:
+    """Return the recording of a module, or why there is none."""
+
+    def made() -> Recording:
+        if any(p._backward_hooks or p._backward_pre_hooks for p in module.modules()):
+            raise Unrecordable("has hooks of gradients")
+        return recorded(_wide(module), _examples(x, EXAMPLES))
+
+    return _once("recording", module, x, lambda: _tried(made))
+
+
+def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> _Plan | str:
+    """Return how a module is run for clients of so many rows, or why it is not.
+
+    Args:
+        module: The module.
+        x: Inputs [N, ...], or of several clients.
+        rows: The number of rows.
+        axes: Number of the inputs' axes before an example's own.
     """
-    origin, train = twin(module)
-    kinds = [(name, tuple(t.shape[1:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
-    return origin, (train, *kinds)
 
+    def made() -> _Plan:
+        one, wide = each(lambda t: t[(0,) * (axes - 1)], x), _wide(module)
+        recording = _recording(module, one)
+        if isinstance(recording, str):
+            raise Unrecordable(recording)
+        # In evaluation mode a look before training asks for more.
+        most = EXAMPLES if twin(module)[1] is False else max(EXAMPLES, rows)
+        plan = _ready(wide, recording, most)
+        if not _true(wide, plan, _examples(one, most)):
+            raise Unrecordable("computes something else than its torch functions one after another")
+        return plan
 
-def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
-    """Return how a module is run, or why it is not."""
-    origin, key = _key(module, x)
-    plans = _PLANS.setdefault(origin, {})
-    plan = plans.get(key)
-    if twin(module)[1] is False:  # of which a look before training asks more
-        x = each(lambda t: t[:EXAMPLES], x)
-    if plan is None or (isinstance(plan, _Plan) and plan.rows < count(x)):
-        recording = _recording(module, x)
-        plan = plans[key] = (
-            recording if isinstance(recording, str) else _tried(lambda: _made(module, recording, x))
-        )
-    return plan
-
-
-def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan:
-    some, wide = _examples(x), _wide(module)
-    plan = _ready(wide, recording, count(some))
-    if not _true(wide, plan, some):
-        raise Unrecordable("computes something else than its torch functions one after another")
-    return plan
+    return _once("plan", module, x, lambda: _tried(made), rows=rows, axes=axes)
 
 
 def _wide(module: nn.Module) -> nn.Module:
@@ -206,10 +226,10 @@ def _wide(module: nn.Module) -> nn.Module:
     return duplicate(module).to(device="cpu", dtype=torch.float64)
 
 
-def _examples(x: Inputs) -> Inputs:
-    """Return inputs in double precision, of `EXAMPLES` rows at least."""
-    rows = torch.arange(max(EXAMPLES, count(x))) % count(x)
-    return in_precision(each(lambda t: t[rows.to(t.device)].cpu(), x), torch.float64)
+def _examples(x: Inputs, rows: int) -> Inputs:
+    """Return inputs in double precision, repeated to so many rows."""
+    places = torch.arange(rows) % count(x)
+    return in_precision(each(lambda t: t[places.to(t.device)].cpu(), x), torch.float64)
 
 
 def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
@@ -250,47 +270,34 @@ def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
     counts = count(x), OTHERS
     rng = torch.Generator().manual_seed(0)
     names = [name for name, _ in module.named_parameters()]
-    tensors = _tensors(module)
-    chunk = each(lambda t: torch.stack([t, t[torch.arange(len(t)) % counts[1]]]), x)
-    leaves = {name: t.expand(2, *t.shape).clone() for name, t in tensors.items()}
+    leaves = {name: t.expand(2, *t.shape).clone() for name, t in _tensors(module).items()}
     for name in names:
         noise = torch.randn(leaves[name].shape, generator=rng, dtype=torch.float64)
-        leaves[name] += (0.01 + 0.1 * tensors[name].abs().mean()) * noise
-    mine = {name: leaf.clone() for name, leaf in leaves.items()}
-    slopes = {name: torch.zeros_like(leaves[name]) for name in names}
+        leaves[name] += (0.01 + 0.1 * leaves[name].abs().mean()) * noise
+    start = {name: leaf.clone() for name, leaf in leaves.items()}
+    chunk = each(lambda t: torch.stack([t, t[torch.arange(len(t)) % counts[1]]]), x)
     weight = torch.ones(2, counts[0], dtype=torch.float64)
     weight[1, counts[1] :] = 0
     through = isinstance(x, Tensor) and x.is_floating_point()
-    passed = _run(plan, module, leaves, slopes, chunk, False, through, Rows(weight, (1, 2)))
-    at = torch.randn(passed.outputs.shape, generator=rng, dtype=torch.float64)
-    at[1, counts[1] :] = 0
-    into = None if passed.back is None else passed.back(at)
+    every, rows = partial(_run, plan, module), Rows(weight, (1, 2))
+    outputs, slopes, into = there_and_back(every, leaves, names, chunk, through=through, rows=rows)
     for c, n in enumerate(counts):
-        own = {name: t[c].clone().requires_grad_(name in slopes) for name, t in mine.items()}
-        given = each(lambda t, n=n: t[:n].clone().requires_grad_(t.is_floating_point()), x)
-        with torch.enable_grad(), Addressed(c + 1):
-            outputs = call_at(module, own, given)
-        ends = [own[name] for name in names] + ([given] if through else [])
-        found = torch.autograd.grad(outputs, ends, at[c, :n], materialize_grads=True)
-        size = max(float(t.abs().max()) for t in found if t.numel()) if found else 0.0
-        pairs = [(passed.outputs[c, :n], outputs, 0.0)]
-        pairs += [(slopes[m][c], t, size) for m, t in zip(names, found, strict=False)]
-        pairs += [(into[c, :n], found[-1], size)] if into is not None else []
-        pairs += [(leaves[m][c], t, 0.0) for m, t in own.items() if t.is_floating_point()]
-        if not all(_alike(*pair) for pair in pairs):
+        alone, rows = live.kernel(module), Rows(keys=(c + 1,))
+        own = {name: t[c : c + 1].clone() for name, t in start.items()}
+        given = each(lambda t, n=n: t[None, :n], x)
+        wanted, found, at = there_and_back(alone, own, names, given, through=through, rows=rows)
+        pairs = [(slopes[name][c], t[0]) for name, t in found.items()]
+        pairs += [] if into is None or at is None else [(into[c, :n], at[0])]
+        size = max((float(t.abs().max()) for _, t in pairs if t.numel()), default=0.0)
+        values = [(leaves[name][c], t[0]) for name, t in own.items() if t.is_floating_point()]
+        values.append((outputs[c, :n], wanted[0]))
+        if any(t.isnan().any() for _, t in (*pairs, *values)):
+            return False
+        if any(apart(*pair, 1e-8, size) for pair in pairs) or any(
+            apart(*pair, 1e-8) for pair in values
+        ):
             return False
     return True
-
-
-def _alike(one: Tensor, other: Tensor, size: float) -> bool:
-    """Say whether two tensors agree to rounding, that of numbers of a size where it is larger."""
-    if one.shape != other.shape:
-        return False
-    one, other = one.detach(), other.detach()
-    if torch.equal(one, other) or not one.numel():
-        return True
-    largest = max(size, float(other.abs().max()))
-    return bool((one - other).abs().max() <= 1e-8 * largest < torch.inf)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -308,7 +315,7 @@ def kernel(module: nn.Module) -> Passage:
         through: bool,
         rows: Rows = Rows(),
     ) -> Pass:
-        plan = _plan(module, each(lambda t: t[0, 0] if lifted else t[0], x))
+        plan = _plan(module, x, first(x).shape[1 + lifted], 2 + lifted)
         if isinstance(plan, str):
             raise _refusal(module, plan)
         return _run(plan, module, leaves, slopes, x, lifted, through, rows)
@@ -324,7 +331,7 @@ def _run(
     x: Inputs,
     lifted: bool,
     through: bool,
-    rows: Rows,
+    rows: Rows = Rows(),
 ) -> Pass:
     """Run the steps of a plan, see `network.Passage`."""
     recording = plan.recording

@@ -2,7 +2,7 @@
 slopes at the parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -162,6 +162,27 @@ def by_autograd(
         return passage
 
     return kernel
+
+
+def there_and_back(
+    passage: Passage,
+    leaves: dict[str, Tensor],
+    names: Iterable[str],
+    x: Inputs,
+    *,
+    lifted: bool = False,
+    through: bool = False,
+    rows: Rows = Rows(),
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Return all that a passage gives: the outputs, and the slopes of the sum of their sines at
+    the leaves with these `names` and at the inputs.
+    """
+    slopes = {name: torch.zeros_like(leaves[name]) for name in names}
+    passed = passage(leaves, slopes, x, lifted, through, rows)
+    at = passed.outputs.cos()
+    if rows.weight is not None:
+        at *= rows.weight[(..., *(at.dim() - 2) * (None,))]
+    return passed.outputs, slopes, None if passed.back is None else passed.back(at)
 
 
 class Network:

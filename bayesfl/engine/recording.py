@@ -1,9 +1,9 @@
 """A recording of what a module's forward calls: torch functions one after another, with the
 tensors and options that they are given, so that they can be run for many clients at once.
 
-The forward is run in float64 on a few rows and watched by a `TorchFunctionMode`, which holds in its
-own thread alone. It is run for one row, two and three; a number that grows with the rows is told
-from one that stays by comparing the recordings.
+The forward is run on a few rows and watched by a `TorchFunctionMode`, which holds in its own thread
+alone. It is run for one row and two in float64, and for three in float32: what grows with the rows
+or follows the precision is told from what stays by comparing the recordings.
 """
 
 import inspect
@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, call, each, in_precision, named
-from bayesfl.models.copies import duplicate
 from bayesfl.models.weights import bound as at_weights
 
 ROWS = (2, 3)
 """Numbers of rows on which forwards are recorded and compared, after one row alone."""
+_WIDTHS = (torch.float64, torch.float32)
 READS = {
     "__get__",
     "__len__",
@@ -68,7 +68,6 @@ class Operation(NamedTuple):
         piece: Which of several results it is; None for a function with one.
         draw: How many draws the forward had made before, where the function makes one; else None.
         live: Whether gradients go through it.
-        dtype: The type of its result.
     """
 
     function: Callable[..., Any]
@@ -79,7 +78,6 @@ class Operation(NamedTuple):
     piece: int | None
     draw: int | None
     live: bool
-    dtype: torch.dtype
 
 
 class Recording(NamedTuple):
@@ -109,23 +107,22 @@ class Unrecordable(Exception):
 
 
 def recorded(module: nn.Module, x: Inputs) -> Recording:
-    """Record the forward of a module, whose buffers are left as they were.
+    """Record the forward of a module, which is in float32 afterwards, with its buffers as they
+    were.
 
     Args:
         module: The module in float64, in the mode in which it is to run.
-        x: Inputs of at least as many examples as the largest of `ROWS`.
+        x: Inputs in float64 of at least as many examples as the largest of `ROWS`.
 
     Raises:
         Unrecordable: Its control flow depends on the examples or their number, it calls what torch
             does not show, or its draws are not one a function.
     """
-    one, few, more = (_Recorder(module, x, rows).recording for rows in (1, *ROWS))
+    one, few = (_Recorder(module, x, rows).recording for rows in (1, ROWS[0]))
     if [step.function for step in one.steps] != [step.function for step in few.steps]:
         raise Unrecordable("takes other steps for an example alone")
-    merged = _merged(few, more)
-    single = duplicate(module).float()
-    narrow = _Recorder(single, in_precision(x, torch.float32), ROWS[0]).recording
-    return _needed(_in_any_precision(merged, narrow))
+    more = _Recorder(module.float(), in_precision(x, torch.float32), ROWS[1]).recording
+    return _needed(_merged(few, more))
 
 
 class _Recorder(TorchFunctionMode):
@@ -195,17 +192,13 @@ class _Recorder(TorchFunctionMode):
         written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
         if written and name.endswith("_") and not name.endswith("__"):
             raise Unrecordable(f"calls {name} on a parameter or a buffer")
-        step = Operation(
-            func, *given, tuple(places), 0, None, drawn if draws else None, False, torch.bool
-        )
+        step = Operation(func, *given, tuple(places), 0, None, drawn if draws else None, False)
         self._draws += draws
         for piece, t in enumerate(result) if several else [(None, result)]:
             if not isinstance(t, Tensor):
                 raise Unrecordable(f"calls {name}, which returns something beside tensors")
             place = self._place(t, len(self._kept))
-            self._steps.append(
-                step._replace(out=place, piece=piece, live=t.requires_grad, dtype=t.dtype)
-            )
+            self._steps.append(step._replace(out=place, piece=piece, live=t.requires_grad))
         return result
 
     def _place(self, t: Tensor, place: int) -> int:
@@ -246,14 +239,20 @@ def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _parts(value: Any) -> list[Any]:
+    """Return the parts of a list, tuple, mapping or slice; none of anything else."""
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    nest = isinstance(value, tuple | list) and not isinstance(value, Given | Times)
+    return [*value] if nest else []
+
+
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
+        return [value]
+    return [t for part in _parts(value) for t in _tensors(part)]
 
 
 def filled(value: Any, tensors: Iterator[Any], rows: int, precision: Any) -> Any:
@@ -270,77 +269,39 @@ def filled(value: Any, tensors: Iterator[Any], rows: int, precision: Any) -> Any
 
 
 def _merged(one: Recording, other: Recording) -> Recording:
-    """Return the recording of any number of rows that gives two of `ROWS`."""
-    if len(one.steps) != len(other.steps) or one[:2] != other[:2] or one.out != other.out:
-        raise Unrecordable("takes other steps for other numbers of rows")
-    for place, t in one.constants.items():
-        again = other.constants.get(place)
-        if again is None or again.dtype != t.dtype or not torch.equal(again, t):
-            raise Unrecordable("makes tensors anew that differ from call to call")
-    steps = []
-    for a, b in zip(one.steps, other.steps, strict=True):
-        if (a.function, *a[3:]) != (b.function, *b[3:]):
-            raise Unrecordable("takes other steps for other numbers of rows")
-        steps.append(a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named)))
-    return one._replace(
-        steps=tuple(steps), numbers=(other.numbers - one.numbers) // (ROWS[1] - ROWS[0])
+    """Return the recording of any number of rows, in any precision, that gives those of `ROWS`, the
+    first in float64 and the second in float32.
+    """
+    mine, theirs = (
+        [(step.function, *step[3:]) for step in recording.steps] for recording in (one, other)
     )
-
-
-def _in_any_precision(wide: Recording, narrow: Recording) -> Recording:
-    """Return a recording made in float64 with `PRECISION` for what it asked of a tensor, by one of
-    as many rows as the fewest of `ROWS` in float32.
-    """
-    if [step.function for step in wide.steps] != [step.function for step in narrow.steps]:
-        raise Unrecordable("takes other steps in another precision")
-    steps = []
-    for a, b in zip(wide.steps, narrow.steps, strict=True):
-        if (a.dtype, b.dtype) != (torch.float64, torch.float32) and a.dtype != b.dtype:
-            raise Unrecordable("computes in a precision of its own")
-        places = iter([Given(place) for place in a.places])
-        mine = filled((a.args, a.named), places, ROWS[0], PRECISION)
-        args, named = _typed(mine, (b.args, b.named), (a.args, a.named))
-        steps.append(a._replace(args=args, named=named))
-    return wide._replace(steps=tuple(steps))
-
-
-def _typed(one: Any, other: Any, told: Any) -> Any:
-    """Return the arguments `told` with `PRECISION` where they hold float64 in one recording and
-    float32 in the other.
-    """
-    if (one, other) == (torch.float64, torch.float32):
-        return PRECISION
-    if isinstance(one, Mapping):
-        return {key: _typed(part, other[key], told[key]) for key, part in one.items()}
-    if isinstance(one, tuple | list) and not isinstance(one, Given):
-        parts = [*map(_typed, one, other, told)]
-        return parts if isinstance(one, list) else tuple(parts)
-    if isinstance(one, slice) or one == other:
-        return told
-    raise Unrecordable("computes with the limits of its precision")
+    if mine != theirs or one[:2] != other[:2] or one.out != other.out:
+        raise Unrecordable("takes other steps for other numbers of rows, or in another precision")
+    steps = tuple(
+        a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named))
+        for a, b in zip(one.steps, other.steps, strict=True)
+    )
+    return one._replace(steps=steps, numbers=other.numbers - one.numbers)
 
 
 def _joint(one: Any, other: Any) -> Any:
-    """Return arguments that stand in two recordings, numbers that grow with the rows as `Times`."""
-    if type(one) is not type(other):
+    """Return arguments that stand in two recordings, numbers that grow with the rows as `Times`,
+    and the precision as `PRECISION`.
+    """
+    mine, theirs = _parts(one), _parts(other)
+    if type(one) is not type(other) or len(mine) != len(theirs):
         raise Unrecordable("gives a function other arguments for other numbers of rows")
-    if isinstance(one, Mapping):
-        return {key: _joint(part, other.get(key)) for key, part in one.items()}
-    if isinstance(one, tuple | list) and not isinstance(one, Given):
-        if len(one) != len(other):
-            raise Unrecordable("gives a function other arguments for other numbers of rows")
-        joint = [*map(_joint, one, other)]
-        return joint if isinstance(one, list) else tuple(joint)
-    if isinstance(one, slice):
-        return slice(
-            *map(_joint, (one.start, one.stop, one.step), (other.start, other.stop, other.step))
-        )
+    if mine:
+        rest = iter(theirs)
+        return _rebuilt(one, lambda part: _joint(part, next(rest)))
     if one == other:
         return one
+    if (one, other) == _WIDTHS:
+        return PRECISION
     few, many = ROWS
     if isinstance(one, int) and one % few == 0 and one // few * many == other:
         return Times(one // few)
-    raise Unrecordable("computes with the number of rows")
+    raise Unrecordable("computes with the number of rows, or with the limits of its precision")
 
 
 def _needed(recording: Recording) -> Recording:

@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
 from bayesfl.engine import live
-from bayesfl.engine.network import Pass, Passage, Rows, by_autograd
+from bayesfl.engine.network import Pass, Passage, Rows, by_autograd, there_and_back
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.weights import call_at
 
@@ -107,20 +107,15 @@ def kernel(module: nn.Module) -> Passage:
             apart = {
                 name: t[:1] * 1.5 if t.is_floating_point() else t[:1] for name, t in leaves.items()
             }
-            found = []
-            for one in (batched, live.kernel(module)):
-                found.append({name: torch.zeros_like(apart[name]) for name in slopes})
-                tried = one(apart, found[-1], each(lambda t: t[:1], x), lifted, through)
-                assert tried.back is not None
-                tried.back(tried.outputs)
-            most = (
-                100
-                * torch.finfo(tried.outputs.dtype).eps ** 0.5
-                * max(map(Tensor.norm, found[1].values()))
+            one = each(lambda t: t[:1], x)
+            (_, mine), (outputs, theirs) = (
+                there_and_back(passage, apart, slopes, one, lifted=lifted, through=through)[:2]
+                for passage in (batched, live.kernel(module))
             )
-            if other := [
-                name for name, t in found[0].items() if (t - found[1][name]).norm() > most
-            ]:
+            most = (
+                100 * torch.finfo(outputs.dtype).eps ** 0.5 * max(map(Tensor.norm, theirs.values()))
+            )
+            if other := [name for name, t in theirs.items() if (mine[name] - t).norm() > most]:
                 raise RuntimeError(
                     f"torch.func computes other gradients of {other[:3]} than autograd, as where a "
                     "backward pass reads a layer, or a tensor has a hook of gradients; use "

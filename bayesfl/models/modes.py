@@ -13,12 +13,14 @@ from bayesfl.models.copies import copied
 STATISTICS = ("running_mean", "running_var")
 """Names of a norm's buffers that follow the batches."""
 
-_LOCAL = threading.local()
+_LOCK = threading.RLock()
+_COPIES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[threading.Thread, nn.Module]]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""The copies of a module, by precision, device and mode, and by the thread that has each."""
 _TWINS: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], bool]]" = (
     weakref.WeakKeyDictionary()
 )
-_NOTED: "weakref.WeakKeyDictionary[nn.Module, tuple[bool, bool]]" = weakref.WeakKeyDictionary()
-"""Whether a module was seen to draw in training, and to compute something else there."""
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
@@ -42,27 +44,6 @@ def trainable(name: str, part: nn.Module) -> list[str]:
         for leaf, p in part.named_parameters(recurse=False)
         if p.requires_grad
     ]
-
-
-def draws_in_training(module: nn.Module) -> bool:
-    """Say whether a module draws random numbers in training: it has a layer that does, or was seen
-    to, see `note`.
-    """
-    return any(_NOTED.get(module, ())[:1]) or any(
-        rate(part) > 0 for part in module.modules() if part.training
-    )
-
-
-def note(module: nn.Module, *, draws: bool, other: bool) -> None:
-    """Remember what a module was seen to do in training: to draw random numbers, as by F.dropout,
-    or something else than in evaluation.
-    """
-    _NOTED[module] = draws, other
-
-
-def noted(module: nn.Module) -> bool:
-    """Say whether it has been noted in this process what a module does in training."""
-    return module in _NOTED
 
 
 def rate(part: nn.Module) -> float:
@@ -99,11 +80,6 @@ def asleep(module: nn.Module) -> list[str]:
     ]
 
 
-def lively(module: nn.Module) -> bool:
-    """Say whether a module computes something else in training than in evaluation."""
-    return any(_NOTED.get(module, ())) or draws_in_training(module) or bool(norms(module))
-
-
 def in_training(module: nn.Module) -> nn.Module:
     """Return a copy for training, in the module's own modes; norms use their statistics where a
     batch has one value for each channel.
@@ -133,20 +109,22 @@ def _restored(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 
 def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Module:
     """Return this thread's own copy of a module, in the precision and on the device of `like`,
-    without gradients of its own.
+    without gradients of its own; one that a thread has left behind, or else a new one.
 
     It is in evaluation mode, or, to `train`, as `in_training` makes it.
     """
-    copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(
-        module, {}
-    )
-    key = (like.dtype, like.device, train)
-    if key not in copies:
-        made = in_training(module) if train else copied(module).eval()
-        copies[key] = made.to(dtype=like.dtype, device=like.device).requires_grad_(False)
-        for part, own in zip(module.modules(), made.modules(), strict=True):
-            _TWINS[own] = weakref.ref(part), train
-    return copies[key]
+    me, key = threading.current_thread(), (like.dtype, like.device, train)
+    with _LOCK:
+        copies = _COPIES.setdefault(module, {}).setdefault(key, {})
+        left = next((thread for thread in copies if not thread.is_alive()), None)
+        if me not in copies and left is not None:
+            copies[me] = copies.pop(left)
+        elif me not in copies:
+            made = in_training(module) if train else copied(module).eval()
+            copies[me] = made.to(dtype=like.dtype, device=like.device).requires_grad_(False)
+            for part, own in zip(module.modules(), made.modules(), strict=True):
+                _TWINS[own] = weakref.ref(part), train
+        return copies[me]
 
 
 def twin(part: nn.Module) -> tuple[nn.Module, bool | None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, named
+from bayesfl.base.inputs import Inputs, named, shape_of
 
 BEYOND = re.compile(
     r"index out of range in self|is out of bounds for dimension|not in the valid range|Class "
@@ -26,18 +26,19 @@ TYPES = re.compile(
 
 
 @contextlib.contextmanager
-def explained(x: Inputs) -> Iterator[None]:
-    """Enter a context in which a model's error about whole numbers of inputs `x` is a ValueError
-    with its remedy: beyond an embedding's rows, or in place of floats.
+def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
+    """Enter a context in which a model's error about whole numbers of inputs `x`, beyond an
+    embedding's rows or in place of floats, or its `every` error, is a ValueError with its remedy.
     """
     try:
         yield
-    except (IndexError, RuntimeError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         whole = not all(t.is_floating_point() for _, t in named(x))
-        if not (BEYOND.search(str(error)) or (whole and TYPES.search(str(error)))):
+        numbers = BEYOND.search(str(error)) or (whole and TYPES.search(str(error)))
+        if not (every or (numbers and isinstance(error, IndexError | RuntimeError))):
             raise
         raise ValueError(
-            f"the model does not take these inputs ({error}); {remedy(error, x)}"
+            f"the model does not take inputs of shape {shape_of(x)} ({error}); {remedy(error, x)}"
         ) from error
 
 

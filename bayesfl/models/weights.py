@@ -189,30 +189,30 @@ class _Standing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
-    """Return the tensors that require gradients, that the outputs at `x` depend on, and that are
-    none of the module's own parameters, and what a forward has kept in a parameter's memory, each
-    with the place where it is held, as text.
+def strangers(module: nn.Module, x: Inputs) -> tuple[list[Any], list[tuple[Tensor, str]]]:
+    """Return a module's outputs at `x` in two calls with gradients; and the tensors that require
+    gradients, that these depend on, and that are none of the module's own parameters, and what a
+    forward has kept in a parameter's memory, each with the place where it is held, as text.
     """
+    outputs: list[Any] = []
     found: list[tuple[Tensor, str]] = []
-    copies = [module]
+    copies = [(module, x)]
     with suppress(ValueError):  # a forward may keep what shares a parameter's memory
         # Of a second copy, too, as a store may take the parameters of the first for its own.
-        copies.append(duplicate(module))
-    for one in copies:
-        with (
-            torch.enable_grad(),
-            bound(
-                one, {}, [name for name, p in one.named_parameters() if p.is_floating_point()]
-            ) as own,
-        ):
-            first, again = (
-                [*_sources(call(one, at(x, slice(0, 2)))), *stand_ins(one)] for _ in range(2)
-            )
+        copies.append((duplicate(module), at(x, slice(0, 2))))
+    for one, rows in copies:
+        live = [name for name, p in one.named_parameters() if p.is_floating_point()]
+        with torch.enable_grad(), bound(one, {}, live) as own:
+            calls = [
+                (out := call(one, each(Tensor.clone, rows)), [*_sources(out), *stand_ins(one)])
+                for _ in range(2)
+            ]
+        outputs += [out for out, _ in calls]
+        (_, first), (_, again) = calls
         # What a forward makes anew, as inputs of a checkpoint, is none.
         kept = {id(t) for t in first} - {id(p) for p in own.values()}
         found += [(t, holder(one, t)) for t in again if id(t) in kept]
-    return found
+    return outputs[:2], found
 
 
 def refuse_unseen(module: nn.Module, x: Inputs) -> None:
@@ -223,7 +223,7 @@ def refuse_unseen(module: nn.Module, x: Inputs) -> None:
         ValueError: The outputs at `x` depend on another tensor that requires gradients than the
             module's own parameters.
     """
-    if strange := strangers(module, x):
+    if strange := strangers(module, at(x, slice(0, 2)))[1]:
         raise ValueError(
             f"the outputs of this {type(module).__name__} depend on weights that are none of its "
             f"parameters, {strange[0][1]}, as PyroParam's, which Pyro keeps in its "

@@ -2,12 +2,11 @@
 
 What is refused here would give wrong numbers without a word, or fail in mid-run with an error that
 names none of these. That a model mixes rows, as norms in training mode do, is seen by
-`models.forwards`; which norms a pool can gather, by `composition.buffers`.
+`models.trial`; which norms a pool can gather, by `composition.buffers`.
 """
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.engine.observation import observe
 from bayesfl.preflight import likelihoods, methods, models
 
 
@@ -26,11 +25,11 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     """
     models.check_unchanged(algorithm)
     width = likelihoods.width(algorithm.likelihood, data)
-    x, outputs = models.outputs(algorithm, data, width)
-    observe(algorithm, data.train, (x, outputs))
+    trial = algorithm.trial(data.train)
+    outputs = models.outputs(algorithm, data, trial, width)
     models.check_numbers(algorithm, data)
     models.check_width(algorithm, data, outputs, width)
-    models.warn_of_probabilities(algorithm, data, x)
+    models.warn_of_probabilities(algorithm, trial)
     likelihoods.check_slope(
         algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu()
     )

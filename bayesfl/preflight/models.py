@@ -2,21 +2,18 @@
 changed.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from bayesfl.base.inputs import WIDE, Inputs, call, count, named
+from bayesfl.base.inputs import WIDE, call, each, named
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine.observation import OBSERVED_ROWS, outputs_at
 from bayesfl.likelihoods import Bernoulli, Categorical, MultiLabel, Tokens
 from bayesfl.models.copies import check_original, refuse_changed
-from bayesfl.models.forwards import one_row_each
 from bayesfl.models.modes import asleep
+from bayesfl.models.remedies import explained
+from bayesfl.models.trial import ROWS, Trial, one_row_each
 
 BYTES_SEARCHED = 2**24  # bytes of whole numbers that are searched at once
 NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
@@ -36,17 +33,15 @@ def check_unchanged(algorithm: Algorithm) -> None:
 
 
 def outputs(
-    algorithm: Algorithm, data: FederatedData, width: tuple[int, ...]
-) -> tuple[Inputs, Tensor]:
-    """Return some inputs of the training data, and the model's outputs for them, [N, ...].
+    algorithm: Algorithm, data: FederatedData, trial: Trial, width: tuple[int, ...]
+) -> Tensor:
+    """Return the model's outputs for some of the training data, [N, ...].
 
     Raises:
-        ValueError: The model does not take the inputs, its outputs are not a tensor with one row of
-            floats for each example, or are not reproducible.
+        ValueError: They are not a tensor with one row of floats for each example.
     """
-    x, found, fault = outputs_at(algorithm, data.train, data.train.index[:OBSERVED_ROWS])
-    called = f"the model {type(algorithm.model).__name__}"
-    if not one_row_each(found, x) or found.dim() != 1 + len(width):
+    found, rows = trial.outputs, data.train.index[:ROWS]
+    if not one_row_each(found, rows) or found.dim() != 1 + len(width):
         axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
         remedy = (
             "leave out a squeeze at the end, or flatten further axes"
@@ -59,12 +54,10 @@ def outputs(
             else f"a {type(found).__name__}, as Hugging Face's without bf.models.logits(model),"
         )
         raise ValueError(
-            f"{called} returns {what} for {count(x)} examples; they must be floats {axes}, one row "
-            f"for each example: {remedy}"
+            f"the model {type(algorithm.model).__name__} returns {what} for {len(rows)} examples; "
+            f"they must be floats {axes}, one row for each example: {remedy}"
         )
-    if fault:
-        raise ValueError(f"{called} is refused: its forward {fault}")
-    return x, found
+    return found
 
 
 def check_numbers(algorithm: Algorithm, data: FederatedData) -> None:
@@ -78,9 +71,12 @@ def check_numbers(algorithm: Algorithm, data: FederatedData) -> None:
         isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in algorithm.model.modules()
     )
     if looks_up or any(t.dtype in NUMBERS for _, t in named(data.train.x)):
+        module = algorithm.module(torch.empty(0, dtype=data.train.dtype))
         for split in filter(lambda one: len(one.index), data.splits.values()):
-            for some in _extremes(split).split(OBSERVED_ROWS):
-                outputs_at(algorithm, split, some)
+            for some in _extremes(split).split(ROWS):
+                x = each(Tensor.cpu, split.take(some))
+                with torch.no_grad(), explained(x, every=True):
+                    call(module, x)
 
 
 def check_width(
@@ -113,32 +109,12 @@ def check_width(
     raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
 
 
-_SQUASHING = ("softmax", "special_softmax", "sigmoid", "sigmoid_", "special_expit")
-
-
-class _Squashed(TorchFunctionMode):
-    """Remembers the last result of a softmax or a sigmoid."""
-
-    last: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _SQUASHING:
-            self.last = found
-        return found
-
-
-def warn_of_probabilities(algorithm: Algorithm, data: FederatedData, x: Inputs) -> None:
+def warn_of_probabilities(algorithm: Algorithm, trial: Trial) -> None:
     """Warn if a model's outputs come out of a softmax or a sigmoid, where the likelihood takes
     another of them.
     """
-    if not isinstance(algorithm.likelihood, Categorical | Tokens | Bernoulli | MultiLabel):
-        return
-    module = algorithm.module(torch.empty(0, dtype=data.train.dtype))
-    with torch.no_grad(), _Squashed() as seen:
-        outputs = call(module, x)
-    # A view of them, as after a squeeze, has the same memory.
-    if seen.last is not None and outputs.data_ptr() == seen.last.data_ptr():
+    takes = isinstance(algorithm.likelihood, Categorical | Tokens | Bernoulli | MultiLabel)
+    if takes and trial.squashed:
         warn(
             f"the model {type(algorithm.model).__name__} ends in a softmax or a sigmoid, and "
             f"{type(algorithm.likelihood).__name__} takes another of its outputs: let it give "

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bayesfl.base.numerics import finite, inverse_softplus, levelled, log_softplus, same
+from bayesfl.base.numerics import apart, finite, inverse_softplus, levelled, log_softplus, same
 
 SCALES = torch.logspace(-12, 4, 129, dtype=torch.float64)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -99,6 +99,27 @@ def test_finite():
     for bad in (float("nan"), float("inf"), -float("inf")):
         assert not finite(torch.tensor([[1.0, bad], [2.0, 3.0]]))
     assert not finite(torch.tensor([float("inf"), -float("inf")]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "size", "expected"),
+    [
+        ([1.0, 100.0], [1.09, 100.0], 0.0, False),
+        ([1.0, 100.0], [1.11, 100.0], 0.0, True),
+        ([1.0], [1.09], 0.0, True),
+        ([1.0], [1.09], 100.0, False),
+        ([math.nan, 1.0, math.inf], [math.nan, 1.0, math.inf], 0.0, False),
+        ([math.nan, 1.0], [1.0, 1.0], 0.0, True),
+        ([1.0, 1.0], [math.nan, 1.0], 0.0, True),
+        ([1.0, math.inf], [1.0, -math.inf], 0.0, True),
+        ([1.0, math.inf], [1.1, math.inf], 0.0, True),
+        ([1.0], [1.0, 1.0], 0.0, True),
+        ([], [], 0.0, False),
+    ],
+)
+def test_numbers_that_are_apart(one, other, size, expected):
+    """By a thousandth of the largest finite number; NaN and infinities are so where they differ."""
+    assert apart(torch.tensor(one), torch.tensor(other), 1e-3, size) == expected
 
 
 def test_the_same_numbers_may_be_nan():

@@ -406,5 +406,5 @@ def test_a_recording_is_made_once_for_all_copies():
     )
     assert layers._plan(single, x) is layers._plan(double, x.double())
     assert layers._plan(method.module(torch.zeros(1)), x) is not layers._plan(single, x)
-    rows = [layers._plan(single, torch.rand(n, 8)).rows for n in (4, 30, 12)]
+    rows = [layers._plan(single, x, n).rows for n in (4, 30, 12)]
     assert rows == [8, 30, 30]

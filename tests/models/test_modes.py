@@ -21,7 +21,8 @@ from bayesfl.base.random import Purpose, generator, key
 from bayesfl.composition import Energy
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from bayesfl.models.modes import draws_in_training, lively, norms
+from bayesfl.models.modes import norms
+from bayesfl.models.trial import draws_in_training, lively
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.cases import draws_elsewhere, federation, run

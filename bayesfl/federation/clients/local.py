@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
-from bayesfl.base.trees import flatten
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
@@ -28,10 +27,9 @@ from bayesfl.composition.phases import (
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine, stability
 from bayesfl.engine.crew import Crew
-from bayesfl.engine.observation import observe
 from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation.errors import DivergenceError, called
-from bayesfl.models.modes import draws_in_training
+from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
 KEPT = 2**28
@@ -138,7 +136,8 @@ class Local:
     said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
+        if len(self.train.index) and not trials(self.algorithm.model):
+            self.algorithm.trial(self.train)  # as after loading, where no preflight has done so
 
     def run(
         self,
@@ -222,7 +221,8 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
         if diverged.any():  # later phases changed the views that were set back
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
-        algorithm.check_reported(started, views)
+        if views is not started:
+            algorithm.check_reported(started, views)
         return Done(
             ids,
             given,
@@ -248,8 +248,10 @@ class Local:
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
         sent = [
             t
-            for key, t in flatten(given).items()
-            if isinstance(t, Tensor) and key.split(".")[0] not in frozen
+            for key, value in given.items()
+            if key not in frozen
+            for t in tree_leaves(value)
+            if isinstance(t, Tensor)
         ]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
@@ -257,7 +259,7 @@ class Local:
         """Return the ids of some clients, or of all, split into chunks."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
         return chunks(
-            np.arange(self.train.clients) if ids is None else ids, self.train.counts, size
+            np.arange(len(self.train.counts)) if ids is None else ids, self.train.counts, size
         )
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:

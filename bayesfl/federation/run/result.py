@@ -943,7 +943,7 @@ def _is_part(split: ClientData, known: ClientData) -> bool:
         return False
 
     def owned(of: ClientData) -> torch.Tensor:
-        client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
-        return client * len(of.y) + of.index
+        client = np.repeat(np.arange(len(of.counts)), of.counts)
+        return torch.from_numpy(client).to(of.index.device) * len(of.y) + of.index
 
     return bool(torch.isin(owned(split), owned(known)).all())
