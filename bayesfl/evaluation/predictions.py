@@ -23,8 +23,10 @@ from bayesfl.evaluation.metrics.summaries import measured_classes
 @dataclass(frozen=True)
 class Predictions:
     """Predictive distributions for J clients of at most N examples; rows that pad a shorter client
-    are NaN. Those of one client have no axis of clients, nor have those of rows that stand one
-    client's after the other's.
+    are NaN.
+
+    Those of one client have no axis of clients. Inside the library they hold all clients' rows, one
+    client's after the other's, without one, too.
 
     Args:
         mask: Which rows are examples, [J, N] bool.
