@@ -33,13 +33,19 @@ def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        whole = not all(t.is_floating_point() for _, t in named(x))
-        numbers = BEYOND.search(str(error)) or (whole and TYPES.search(str(error)))
-        if not (every or (numbers and isinstance(error, IndexError | RuntimeError))):
+        said = str(error)
+        if not every and not (
+            isinstance(error, IndexError | RuntimeError)
+            and (BEYOND.search(said) or (TYPES.search(said) and _has_whole(x)))
+        ):
             raise
         raise ValueError(
             f"the model does not take inputs of shape {shape_of(x)} ({error}); {remedy(error, x)}"
         ) from error
+
+
+def _has_whole(x: Inputs) -> bool:
+    return not all(t.is_floating_point() for _, t in named(x))
 
 
 def remedy(error: Exception, x: Inputs) -> str:

@@ -175,7 +175,7 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
         ("ill ~ C(grade, levels=[1, 2])", r"\['1', '2'\] are none of the levels \[1, 2\]"),
         ("ill ~ C(sex.map({'f': 1}), levels=[1])", r"\[nan\] are none of the levels \[1\]"),
         ("ill ~ weight", "'north' of .*'age', 'sex'.*`weight` is not present"),
-        ("ill ~ day", r"at site 'north' of .*: it has text, dates or.* \(day - np.datetime64"),
+        ("ill ~ day", r"at site 'north' of .*: it has text, dates or.*\{\(day - np.datetime64"),
         ("ill ~ age:I(day)", "it has text, dates or spans of time"),
         ("day ~ age", "it has text, dates or spans of time"),
         ("ill ~ .", "`.` takes all other columns, times, weights and names of sites"),

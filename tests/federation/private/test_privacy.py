@@ -407,9 +407,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     with pytest.raises(ValueError, match="drawn by ClientPrivacy from its secret"):
         found.took_part(1)
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
-        with pytest.raises(
-            ValueError, match=r"asks clients for sums .*epsilon .*Bias\(var"
-        ):
+        with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(var"):
             found.calibrate(step)
     with pytest.warns(UserWarning, match="by which the result is judged"):
         assert len(found.calibrate(bf.calibration.Bias(split="test", variance=1.0)).steps) == 1
