@@ -114,8 +114,8 @@ def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None =
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
         >>> (local,) = bf.simulate(method, clients, rounds=1).local_predictions(clients.validation)
         >>> outputs = bf.evaluation.surveys.Outputs("classification", 10)
-        >>> bf.calibration.fit(bf.calibration.Bias(), local, outputs)
-        Fitted(Bias(split='validation'); bias [2, 10])
+        >>> bf.calibration.fit(bf.calibration.Bias(), local, outputs).own["bias"].shape
+        torch.Size([2, 10])
     """
     state = conduct(step, ask or together(step, local), outputs)
     return Fitted(step, state, step.settle(state, local))
