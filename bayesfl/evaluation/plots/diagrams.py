@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import names_of_results, predictions
+from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
 
 if TYPE_CHECKING:
@@ -18,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OVER: dict[str, Any] = {
-    "facecolor": "#F6CDB2",
+    "color": "#F6CDB2",
     "edgecolor": "#D55E00",
     "hatch": "////",
     "label": "overconfident",
     "gid": "overconfident",
 }
 _UNDER: dict[str, Any] = {
-    "facecolor": "none",
+    "color": "none",
     "edgecolor": "white",
     "hatch": "....",
     "label": "underconfident",
@@ -130,15 +128,9 @@ def reliability(
     """
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
-    chosen = None
-    if clients is not None:
-        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue] (an array has it)
-        chosen = [
-            place(client, called)
-            for client in (given if isinstance(given, list | tuple | range) else [given])
-        ]
+    these = None if clients is None else chosen(clients, called)
     if by == "pooled":
-        pooled = _Panel.of(probs, labels, mask if chosen is None else _only(mask, chosen), bins)
+        pooled = _Panel.of(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled)
@@ -152,14 +144,13 @@ def reliability(
             "by='client' makes a figure of its own; leave ax out, or draw one client with "
             "by='pooled', clients=[j], ax=ax"
         )
-    chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if chosen is None else chosen
-    if not chosen:
+    these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
+    if not these:
         raise ValueError("there is no client with examples to draw; check mask")
-    panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]
+    panels = [_Panel.of(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [
-        f"client {called[j]}" if names is None and called[j].isdigit() else called[j]
-        for j in chosen
+        f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in these
     ]
     figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
@@ -262,39 +253,40 @@ def _diagram(
         up: Whether to write along the y axes.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
+    from matplotlib.colors import to_rgba
     from scipy.stats import binomtest
 
-    bins = panel.bins
+    bins, few = panel.bins, panel.bins.count < _FEW
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
-    bars = ax.bar(
+    ax.bar(
         left,
         height,
         width,
         align="edge",
-        color=BLUE,
-        edgecolor="white",
+        color=[to_rgba(BLUE, _PALE if one else 0.85) for one in few],
+        edgecolor=[BLUE if one else "white" for one in few],
         linewidth=0.6,
         label="accuracy",
         gid="accuracy",
     )
-    for bar, count in zip(bars, bins.count, strict=True):
-        _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
     for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, _PALE_UNDER)):
-        gaps = ax.bar(
+        # white dots would not show on what is pale
+        own = {
+            "color": [to_rgba(look["color"], _PALE if one else None) for one in few[which]],
+            "edgecolor": [edge if one else look["edgecolor"] for one in few[which]],
+        }
+        ax.bar(
             left[which],
             (high - low)[which],
             width[which],
             bottom=low[which],
             align="edge",
             linewidth=0.6,
-            **look,
+            **look | own,
         )
-        for gap, count in zip(gaps, bins.count[which], strict=True):
-            if count < _FEW:
-                _paint(gap, edge, _PALE)  # white dots would not show on what is pale
     for middle, count, right in zip(
         (left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True
     ):
@@ -342,26 +334,6 @@ def _diagram(
         beneath.set_ylabel("examples\n(log scale)", fontsize="x-small")
 
 
-def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
-    """Return the mask of some clients' examples alone; errors then name clients by their own
-    numbers.
-    """
-    chosen = torch.zeros(len(mask), 1, dtype=torch.bool)
-    chosen[list(clients)] = True
-    return mask & chosen.to(mask.device)
-
-
-def _paint(bar: Any, edge: str, alpha: float) -> None:
-    """Colour a bar's edge and hatch, and make its face, where it has one, as opaque as `alpha`
-    says.
-    """
-    from matplotlib.colors import to_rgba
-
-    face = bar.get_facecolor()
-    bar.set_facecolor((*face[:3], alpha if face[3] else 0.0))
-    bar.set_edgecolor(to_rgba(edge))
-
-
 def _count(ax: "Axes", tallest: int) -> None:
     """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of
     ten as ticks.
@@ -390,7 +362,7 @@ def _key() -> list[Any]:
     return [
         Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         Patch(
-            facecolor=_OVER["facecolor"],
+            facecolor=_OVER["color"],
             edgecolor=_OVER["edgecolor"],
             hatch=_OVER["hatch"],
             linewidth=0.6,
