@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named, shape_of, unnamed
-from bayesfl.base.targets import IGNORE
 from bayesfl.data.conversion import kind_of
-from bayesfl.data.own.stored import StoredRows, ragged
+from bayesfl.data.own.stored import StoredRows
 
 AGAIN = 8
 """Items of a data set that are read twice, to see whether it draws."""
@@ -141,46 +139,3 @@ def class_names(dataset: Any, target: str) -> list[str] | None:
         getattr(feature, "feature", None), "names", None
     )
     return list(found) if found else None
-
-
-def stacked_sets(
-    sets: Sequence[list[StoredRows]], target: str, mask: str | None
-) -> list[StoredRows]:
-    """Join the rows of every data set, lists filled up to the longest of all; a set without rows
-    has the first one's columns.
-    """
-    keys = list(sets[0][0])
-    lists, lengths = [], []
-    if mask is not None:
-        rows = [row for one in sets for row in one]
-        lists, lengths = ragged(
-            {key: [tuple(row[key].shape[1:]) for row in rows] for key in keys}, mask
-        )
-    width, start = max(lengths, default=0), 0
-    # Of the first row that holds a number in the column, else of the first row.
-    kinds = {
-        key: next(
-            (row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key]
-        ).dtype
-        for key in lists
-    }
-
-    def column(rows: Sequence[StoredRows], key: str) -> Tensor:
-        parts = [row[key] for row in rows]
-        if key in lists:
-            fill = IGNORE if key == target else 0
-            # Empty lists have no type of their own, and take that of the others.
-            typed = [part if part.numel() else part.to(kinds[key]) for part in parts]
-            parts = [F.pad(part, (0, width - part.shape[1]), value=fill) for part in typed]
-        return torch.cat(parts)
-
-    out = []
-    for one in sets:
-        rows = one or [{key: t[:0] for key, t in sets[0][0].items()}]
-        joined = {key: column(rows, key) for key in (keys if mask is not None else rows[0])}
-        if mask is not None and mask not in keys and any(key != target for key in lists):
-            own = torch.tensor(lengths[start : start + len(one)], dtype=torch.int64)
-            joined[mask] = torch.arange(width) < own[:, None]
-        start += len(one)
-        out.append(joined)
-    return out

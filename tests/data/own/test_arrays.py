@@ -222,7 +222,7 @@ def numbered(n: int) -> TensorDataset:
         (
             [numbered(3)],
             {"test": [numbered(1), numbered(1)]},
-            r"'test' has 2 clients, client_names has 1",
+            r"test must have one data set for each of 1 clients, got 2",
         ),
         ([numbered(3), Flipping()], {}, r"^datasets\[1\] gives other numbers when item \d is read"),
     ],
