@@ -82,28 +82,11 @@ def _check_rows(x: Inputs, y: Tensor) -> None:
         )
 
 
-def _check_index(index: Tensor, counts: np.ndarray, rows: int) -> None:
-    vector = index.dtype == torch.int64 and index.dim() == 1
-    if not vector or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows):
-        ends = index.unique()
+def _check_counts(counts: np.ndarray, rows: int) -> None:
+    if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != rows:
         raise ValueError(
-            f"index must be a vector of int64 within [0, {rows}), got {index.dtype} of shape "
-            f"{list(index.shape)}, from {ends[:1].tolist()} to {ends[-1:].tolist()}"
-        )
-    if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
-        raise ValueError(
-            f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
+            f"counts must be >= 0 and add up to the {rows} entries of index, got a "
             f"sum of {counts.sum()}"
-        )
-
-
-def _check_environment(environment: Tensor, rows: int) -> None:
-    fits = environment.dtype == torch.int64 and environment.shape == (rows,)
-    if not fits or (len(environment) and environment.min() < 0):
-        raise ValueError(
-            f"environment must be int64 of shape [{rows}], numbers from 0 up, got "
-            f"{environment.dtype} of shape {list(environment.shape)}, "
-            f"{environment.unique()[:5].tolist()}"
         )
 
 
@@ -155,9 +138,7 @@ class ClientData:
         if self.dtype is None:
             object.__setattr__(self, "dtype", _precision(self.x))
         _check_rows(self.x, self.y)
-        _check_index(self.index, self.counts, len(self.y))
-        if self.environment is not None:
-            _check_environment(self.environment, len(self.y))
+        _check_counts(self.counts, len(self.index))
 
     def __repr__(self) -> str:
         many = (

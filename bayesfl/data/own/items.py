@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from bayesfl.base.inputs import Inputs, named, shape_of, unnamed
+from bayesfl.base.inputs import Inputs, named
 from bayesfl.data.conversion import kind_of
 from bayesfl.data.own.stored import StoredRows
 
@@ -62,12 +62,11 @@ def items(
     for place, i in enumerate(chosen):
         row = row_of(i)
         one = row if one is None else one
-        if columns is None and {key: t.shape for key, t in row.items()} != {
-            key: t.shape for key, t in one.items()
-        }:
+        shapes, usual = ({key: list(t.shape[1:]) for key, t in of.items()} for of in (row, one))
+        if columns is None and shapes != usual:
             raise ValueError(
-                f"{name} must have items of one shape: item {i} has {_shown(row)}, item "
-                f"{chosen[0]} has {_shown(one)}; reshape, crop or pad them alike"
+                f"{name} must have items of one shape: item {i} has {shapes}, item {chosen[0]} has "
+                f"{usual}; reshape, crop or pad them alike"
             )
         if place < AGAIN:
             again = row_of(i)
@@ -117,15 +116,6 @@ def _tensor(value: Any) -> Tensor:
         np.array(value)
         if hasattr(value, "__array_interface__") and not isinstance(value, Tensor)
         else value
-    )
-
-
-def _shown(row: StoredRows) -> str:
-    x = unnamed({key: t for key, t in row.items() if key != "y"})
-    assert x is not None  # there is always an input
-    return (
-        f"x {list(x.shape[1:]) if isinstance(x, Tensor) else shape_of(x)} and y "
-        f"{list(row['y'].shape)}"
     )
 
 

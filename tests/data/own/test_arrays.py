@@ -206,17 +206,17 @@ def numbered(n: int) -> TensorDataset:
         (
             [[({"a": torch.zeros(k)}, 0) for k in (2, 3)]],
             {},
-            r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}",
+            r"datasets\[0\] .*item 1 .*'a'.*\[3\].*item 0 .*'a'.*\[2\]",
         ),
         (
             [[({k: torch.zeros(2)}, 0) for k in ("a", "b")]],
             {},
-            r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}",
+            r"datasets\[0\] .*item 1 .*'b'.*\[2\]",
         ),
         (
             [[(torch.zeros(2), 0), (torch.zeros(3), 0)]],
             {},
-            r"datasets\[0\] .*item 1 .*x \[3\].*item 0 .*x \[2\]",
+            r"datasets\[0\] .*item 1 .*'x': \[3\].*item 0 .*'x': \[2\]",
         ),
         ([numbered(3), []], {}, r"datasets\[1\] is empty"),
         (
