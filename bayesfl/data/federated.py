@@ -24,7 +24,7 @@ from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.schema import Schema
-from bayesfl.data.sources import SourceInfo, label_remedy
+from bayesfl.data.sources import LABEL_REMEDY, SourceInfo
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tables.columns import Columns
 from bayesfl.data.tensors import digest_of_array, digest_of_inputs, not_finite
@@ -152,7 +152,7 @@ class FederatedData:
             raise ValueError(
                 f"labels must lie within [0, {self.outputs}), client "
                 f"{self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split {name!r}: "
-                f"{label_remedy(y)}"
+                f"{LABEL_REMEDY}"
             )
 
     def _check_finite(self, name: str, split: ClientData) -> None:

@@ -3,7 +3,7 @@ arrays that all share.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
 from bayesfl.data.conversion import as_list, to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
+from bayesfl.data.names import places_of
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 """Texts that stand for a missing client id, as `astype(str)` makes them."""
@@ -227,14 +228,6 @@ def _missing(owner: Any) -> bool:
         or (isinstance(owner, float) and math.isnan(owner))
         or (isinstance(owner, str) and owner.strip() in MISSING)
     )
-
-
-def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
-    """Return the rows of each client, in the order of the clients' first ones."""
-    places: dict[Hashable, list[int]] = {}
-    for row, owner in enumerate(owners):
-        places.setdefault(owner, []).append(row)
-    return places
 
 
 def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:

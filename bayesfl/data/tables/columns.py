@@ -13,7 +13,7 @@ import numpy as np
 
 from bayesfl.base import archive
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import of_clients, of_levels, of_units, warn_of_columns
+from bayesfl.data.tables.frame_warnings import of_levels, of_units, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
@@ -253,7 +253,7 @@ class Columns:
                 value anywhere, or a category too many levels.
 
         Warns:
-            UserWarning: A column is constant, or has no value, at some client; or levels or classes
+            UserWarning: A client's mean of a column is far from all others', or levels or classes
                 differ by case alone.
         """
         return learnt(statistics)
@@ -306,7 +306,7 @@ def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) ->
     if classes and not any(each["ordered"] for each in statistics):
         told += of_levels("classes of the target", classes)
     clients = {name: one for each in statistics for name, one in each["clients"].items()}
-    told += [*of_clients(clients), *of_units(clients)]
+    told += of_units(clients)
     warn_of_columns(told)
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 

@@ -382,7 +382,7 @@ def test_your_arrays_are_copied_once():
             lambda xs, ys: from_arrays(xs, [0 * y - 100 for y in ys]),
             r"labels .*'client 0' .*-100 .*leave out",
         ),
-        (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs=3"),
+        (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs="),
         (
             lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"),
             "y holds 20 that .*fractions",
