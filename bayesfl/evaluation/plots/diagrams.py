@@ -1,8 +1,7 @@
 """Reliability diagrams: whether a classifier is as sure as it is right."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +28,7 @@ _UNDER: dict[str, Any] = {
     "label": "underconfident",
     "gid": "underconfident",
 }
+_Panel: TypeAlias = tuple[ReliabilityBins, str]  # one diagram: its bins, and the numbers above it
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _COLUMNS = 3  # panels in a row, so that they can be read at the width of a page
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
@@ -38,37 +38,24 @@ _PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
 _LINE = 11.0  # points that a line of numbers above a diagram takes
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One diagram: its bins, and the mean of the clients' calibration errors where several are
-    pooled, else None.
+def _panel(probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> _Panel:
+    """Return the bins of one diagram, and the numbers above it: errors as fractions, as in tables,
+    with the mean of the clients' own where several are pooled.
     """
+    found = reliability_bins(probs, labels, mask, bins)
+    if not found.examples:
+        return found, "no examples"
+    own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
+    examples = f"n = {found.examples:,}".replace(",", "\u2009")
+    if len(own) == 1:
+        return found, f"ECE {found.ece:.3f}, {examples}"
+    mean = f"ECE, clients' mean {float(own.mean()):.3f}"
+    return found, f"ECE, pooled {found.ece:.3f}, {examples}\n{mean}"
 
-    bins: ReliabilityBins
-    mean_ece: float | None = None
 
-    @classmethod
-    def of(cls, probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> "_Panel":
-        own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
-        return cls(
-            reliability_bins(probs, labels, mask, bins), float(own.mean()) if len(own) > 1 else None
-        )
-
-    @property
-    def numbers(self) -> str:
-        """Give the numbers above the diagram; errors are fractions, as in tables."""
-        if not self.bins.examples:
-            return "no examples"
-        examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
-        if self.mean_ece is None:
-            return f"ECE {self.bins.ece:.3f}, {examples}"
-        pooled, mean = f"ECE, pooled {self.bins.ece:.3f}", f"ECE, clients' mean {self.mean_ece:.3f}"
-        return f"{pooled}, {examples}\n{mean}"
-
-    @property
-    def height(self) -> float:
-        """Give the height of the numbers, in points."""
-        return _LINE * len(self.numbers.splitlines())
+def _height(numbers: str) -> float:
+    """Return the height of the numbers above a diagram, in points."""
+    return _LINE * len(numbers.splitlines())
 
 
 @literal
@@ -130,12 +117,12 @@ def reliability(
     called = names_of_results(source, names, len(probs))
     these = None if clients is None else chosen(clients, called)
     if by == "pooled":
-        pooled = _Panel.of(probs, labels, mask if these is None else only(mask, these), bins)
+        pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled)
         ax.set_title(title or "")
-        key(ax, _key(), lift=pooled.height)
+        key(ax, _key(), lift=_height(pooled[1]))
         return ax
     if by != "client":
         raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
@@ -147,7 +134,7 @@ def reliability(
     these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
     if not these:
         raise ValueError("there is no client with examples to draw; check mask")
-    panels = [_Panel.of(probs, labels, only(mask, [j]), bins) for j in these]
+    panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [
         f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in these
@@ -190,7 +177,7 @@ def reliability_compare(
         raise ValueError(
             "entries is empty: give at least one {method: result or (probs, labels, mask)}"
         )
-    panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
+    panels = [_panel(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(
         panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns
     )[0]
@@ -208,7 +195,7 @@ def _panels(
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
-    tallest = max(int(panel.bins.count.max()) for panel in panels)
+    tallest = max(int(bins.count.max()) for bins, _ in panels)
     axes = np.empty(len(panels), dtype=object)
     for spot, (title, panel) in enumerate(zip(titles, panels, strict=True)):
         line, column = divmod(spot, columns)
@@ -222,7 +209,7 @@ def _panels(
             up=column == 0,
             tallest=tallest,
         )
-        ax.set_title(title, fontsize="medium", pad=panel.height + 6)
+        ax.set_title(title, fontsize="medium", pad=_height(panel[1]) + 6)
     figure.legend(
         handles=_key(),
         loc="outside lower center",
@@ -256,7 +243,8 @@ def _diagram(
     from matplotlib.colors import to_rgba
     from scipy.stats import binomtest
 
-    bins, few = panel.bins, panel.bins.count < _FEW
+    bins, numbers = panel
+    few = bins.count < _FEW
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
     ax.bar(
@@ -303,7 +291,7 @@ def _diagram(
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
     ax.annotate(
-        panel.numbers,
+        numbers,
         (0, 1),
         xycoords="axes fraction",
         xytext=(0, 3),
