@@ -68,28 +68,6 @@ def _precision(x: Inputs) -> torch.dtype:
     return torch.promote_types(floats[0], torch.float32) if floats else torch.float32
 
 
-def _check_rows(x: Inputs, y: Tensor) -> None:
-    for name, t in named(x):
-        if t.dim() < 1 or len(t) != len(y):
-            raise ValueError(
-                f"{name} and y must have as many rows, got "
-                f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
-            )
-    if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
-        raise ValueError(
-            "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
-            f"got {y.dtype} of shape {list(y.shape)}"
-        )
-
-
-def _check_counts(counts: np.ndarray, rows: int) -> None:
-    if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != rows:
-        raise ValueError(
-            f"counts must be >= 0 and add up to the {rows} entries of index, got a "
-            f"sum of {counts.sum()}"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors:
@@ -137,8 +115,23 @@ class ClientData:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
         if self.dtype is None:
             object.__setattr__(self, "dtype", _precision(self.x))
-        _check_rows(self.x, self.y)
-        _check_counts(self.counts, len(self.index))
+        y, index, counts = self.y, self.index, self.counts
+        for name, t in named(self.x):
+            if t.dim() < 1 or len(t) != len(y):
+                raise ValueError(
+                    f"{name} and y must have as many rows, got "
+                    f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
+                )
+        if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
+            raise ValueError(
+                "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
+                f"got {y.dtype} of shape {list(y.shape)}"
+            )
+        if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
+            raise ValueError(
+                f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
+                f"sum of {counts.sum()}"
+            )
 
     def __repr__(self) -> str:
         many = (

@@ -407,15 +407,10 @@ def _with_inputs(
     """Return the federation with these inputs [N, D] of the frame's rows in place of the rows'
     numbers.
     """
-    made: dict[int, torch.Tensor] = {}
-    splits = {}
-    for name, split in data.splits.items():
-        assert isinstance(split.x, torch.Tensor)
-        if id(split.x) not in made:
-            made[id(split.x)] = x[split.x[:, 0]]
-        splits[name] = replace(
-            split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32
-        )
+    rows = data.train.x  # one tensor, which all splits share
+    assert isinstance(rows, torch.Tensor)
+    made: dict[str, Any] = {"x": x[rows[:, 0]], "columns": columns.names, "dtype": torch.float32}
+    splits = {name: replace(split, **made) for name, split in data.splits.items()}
     return replace(
         data,
         splits=splits,

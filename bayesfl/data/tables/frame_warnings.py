@@ -68,11 +68,7 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
                     f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
                     "as in another unit"
                 )
-    return _ten(told)
-
-
-def _ten(told: list[str]) -> list[str]:
-    return told[:10] + ([f"and {len(told) - 10} more"] if len(told) > 10 else [])
+    return told[:10] + [f"and {len(told) - 10} more"] * (len(told) > 10)
 
 
 def of_columns(
