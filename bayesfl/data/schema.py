@@ -171,8 +171,9 @@ class Schema:
         if (kind := _kind(_told(t.dtype))) != _kind(kept):
             raise ValueError(
                 f"{name} holds {kind} ({t.dtype}) and the model was trained on {_kind(kept)} "
-                f"(torch.{kept}); pass the rows as they were before they were converted, or, where "
-                f"they mean the same, make {name}.astype({kept!r}) or {name}.to(torch.{kept})"
+                f"(torch.{kept}); pass the rows as they were before they were converted, or "
+                f"convert them by {name}.astype({kept!r}) or {name}.to(torch.{kept}) if no "
+                "fractions are lost, as those of bytes over 255 would be"
             )
         if tuple(t.shape[1:]) != shape or not t.dim() or not len(t):
             wanted = ", ".join(["N", *map(str, shape)])
