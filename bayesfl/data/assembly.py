@@ -60,7 +60,7 @@ def assemble(
     seed: int,
     environment: Tensor | None = None,
     columns: tuple[str, ...] | None = None,
-    apart: tuple[Inputs, Tensor, Sequence[np.ndarray]] | None = None,
+    apart: tuple[Inputs, Tensor] | None = None,
 ) -> FederatedData:
     """Make federated data of shared tensors and the rows of each client, with validation and
     calibration taken out of its training rows.
@@ -81,9 +81,9 @@ def assemble(
         environment: Environment from which each row comes, [N] int64, from 0 within each client;
             None for no environments.
         columns: Names of the inputs' columns; None for inputs without names.
-        apart: Inputs, labels or targets, and each client's rows of test data in tensors of their
-            own, in place of `rows["test"]`; where the training data have environments, all of these
-            rows are of environment 0.
+        apart: Inputs, and labels or targets, of test data in tensors of their own, which
+            `rows["test"]` numbers; where the training data have environments, all of these rows are
+            of environment 0.
 
     Raises:
         ValueError: A share is out of range, a client would have no training rows left, or there is
@@ -91,9 +91,7 @@ def assemble(
         TypeError: `class_names` is no list.
     """
     check_shares(validation=validation, calibration=calibration)
-    parts = {"train": [np.asarray(r, dtype=np.int64) for r in rows["train"]]}
-    if "test" in rows:
-        parts["test"] = [np.asarray(r, dtype=np.int64) for r in rows["test"]]
+    parts = {name: [np.asarray(r, dtype=np.int64) for r in own] for name, own in rows.items()}
     shares = {
         name: share
         for name, share in (("validation", validation), ("calibration", calibration))
@@ -110,12 +108,8 @@ def assemble(
         parts["train"][j] = left
     tensors = dict.fromkeys(parts, (x, y, environment))
     if apart is not None:
-        given = parts.pop("train")
-        parts = {"train": given, "test": list(apart[2]), **parts}
-        tensors["test"] = (
-            *apart[:2],
-            None if environment is None else environment.new_zeros(len(apart[1])),
-        )
+        none = None if environment is None else environment.new_zeros(len(apart[1]))
+        tensors["test"] = (*apart, none)
     splits = {
         name: ClientData(
             tensors[name][0],

@@ -7,7 +7,7 @@ import torch
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.described import digest_of
-from bayesfl.base.inputs import Inputs, count, each, named
+from bayesfl.base.inputs import Inputs, at, count, each, named
 from bayesfl.base.numerics import apart, same
 from bayesfl.base.warning import warn
 from bayesfl.data.split import Change, ClientData, all_finite
@@ -25,88 +25,63 @@ operations, or counts.
 _ROUNDING = 1e-3
 
 
-def check_transform(split: ClientData, transform: Change) -> None:
-    """Try a function of inputs on a few rows of a split, and check that it may stand between the
-    data and a network.
+def check_change(name: str, split: ClientData, change: Change) -> None:
+    """Try a function of inputs on a few rows of a split: a transform, which may stand between the
+    data and a network, or an augmentation, on what it returns a network can be trained.
 
     Args:
-        split: The data, not transformed yet.
-        transform: The function.
+        name: `transform` or `augment`.
+        split: The data, without the function.
+        change: The function.
 
     Raises:
         ValueError: It returns another number of rows or numbers that are not finite, writes into
-            its input, draws, or gives a row something else among others than alone.
+            its input, counts, or draws by something else than torch or by a generator of its own; a
+            transform draws, or gives a row something else among others than alone; an augmentation
+            returns other shapes or dtypes.
         TypeError: It is no function, or does not return tensors.
 
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
-    x, before = _rows(split), digest_of(transform)
-    with Addressed(0) as drawing:
-        made, *again = [_tried_on("transform", split, transform, x) for _ in range(CALLS)]
-    all_finite("transform", made, x)
-    if drawing.drawn or not all(_near(made, other, 0.0) for other in again):
+    x, before = _rows(split), digest_of(change)
+    calls, drawn = [], False
+    for _ in range(CALLS):
+        with Addressed(0) as drawing:
+            calls.append(_tried_on(name, split, change, x))
+        drawn |= drawing.drawn
+    made, *again = calls
+    all_finite(name, made, x)
+    steady = all(_near(made, other, 0.0) for other in again)
+    if name == "augment":
+        if not steady:
+            raise ValueError(
+                "augment gives other inputs when its draws are repeated: it counts, or draws by "
+                "other means than torch's operations, which no seed of a run reaches; draw by "
+                "torch, as torch.rand(len(x)) does, without a generator"
+            )
+        if _form(made) != _form(x):
+            raise ValueError(
+                f"augment makes {_form(made)} of {_form(x)}, the names, types and shapes of "
+                "examples: predictions see those that are not augmented, so return inputs of the "
+                "same form; crop after padding, and convert by data.transformed(...), which "
+                "predictions have, too"
+            )
+    elif drawn or not steady:
         raise ValueError(
             "transform gives other numbers each time, or draws: what is done to inputs must be the "
             "same in training and prediction. Pass it to data.augmented(...), which is for "
             "training alone"
         )
-    for row in range(count(x)):
-        alone = _tried_on(
-            "transform", split, transform, each(lambda t, row=row: t[row : row + 1], x)
-        )
-        if not _near(each(lambda t, row=row: t[row : row + 1], made), alone, _ROUNDING):
-            raise ValueError(
-                "transform gives a row other numbers among others than alone, so that predictions "
-                "would depend on what is read together: standardise with fixed numbers, as lambda "
-                "x: (x - mean) / std does with those of the training data, and put modules into "
-                "eval()"
-            )
-    _warn_if_changed("transform", transform, before)
-
-
-def check_augment(split: ClientData, augment: Change) -> None:
-    """Try a function of inputs on a few rows of a split, and check that a network can be trained on
-    what it returns.
-
-    Args:
-        split: The data, not augmented yet.
-        augment: The function.
-
-    Raises:
-        ValueError: It returns other shapes or dtypes or numbers that are not finite, writes into
-            its input, draws by something else than torch or by a generator of its own, or counts.
-        TypeError: It is no function, or does not return tensors.
-
-    Warns:
-        UserWarning: It changes what it holds when it is called.
-    """
-    x, held = _rows(split), digest_of(augment)
-    calls = []
-    for _ in range(CALLS):
-        with Addressed(0):
-            calls.append(_tried_on("augment", split, augment, x))
-    made, *again = calls
-    all_finite("augment", made, x)
-    if not all(_near(made, other, 0.0) for other in again):
+    elif not all(
+        _near(at(made, one), _tried_on(name, split, change, at(x, one)), _ROUNDING)
+        for one in (slice(row, row + 1) for row in range(count(x)))
+    ):
         raise ValueError(
-            "augment gives other inputs when its draws are repeated: it counts, or draws by other "
-            "means than torch's operations, which no seed of a run reaches; draw by torch, as "
-            "torch.rand(len(x)) does, without a generator"
+            "transform gives a row other numbers among others than alone, so that predictions "
+            "would depend on what is read together: standardise with fixed numbers, as lambda x: "
+            "(x - mean) / std does with those of the training data, and put modules into eval()"
         )
-    if _form(made) != _form(x):
-        raise ValueError(
-            f"augment makes {_form(made)} of {_form(x)}, the names, types and shapes of examples: "
-            "predictions see those that are not augmented, so return inputs of the same form; crop "
-            "after padding, and convert by data.transformed(...), which predictions have, too"
-        )
-    _warn_if_changed("augment", augment, held)
-
-
-def _warn_if_changed(name: str, change: Change, before: str) -> None:
-    """Warn if the trial of a function has changed what it holds, by which saved runs and other
-    processes know it.
-    """
     if digest_of(change) != before:
         warn(
             f"{name} changes what it holds or reads when it is called, so that saved runs and "

@@ -19,12 +19,12 @@ from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.options import Count, declared, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
-from bayesfl.data.changes import check_augment, check_transform
+from bayesfl.data.changes import check_change
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.schema import Schema
-from bayesfl.data.sources import SourceInfo, label_remedy
+from bayesfl.data.sources import LABEL_REMEDY, SourceInfo
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tables.columns import Columns
 from bayesfl.data.tensors import digest_of_array, digest_of_inputs, not_finite
@@ -152,7 +152,7 @@ class FederatedData:
             raise ValueError(
                 f"labels must lie within [0, {self.outputs}), client "
                 f"{self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split {name!r}: "
-                f"{label_remedy(y)}"
+                f"{LABEL_REMEDY}"
             )
 
     def _check_finite(self, name: str, split: ClientData) -> None:
@@ -427,7 +427,7 @@ class FederatedData:
                 "transform comes once, and before augment: pass one function that does both, as "
                 "lambda x: second(first(x)), in data.transformed(transform).augmented(augment)"
             )
-        check_transform(self.train, transform)
+        check_change("transform", self.train, transform)
         splits = {name: replace(split, transform=transform) for name, split in self.splits.items()}
         return replace(self, splits=splits, inputs=splits["train"].inputs)
 
@@ -450,7 +450,7 @@ class FederatedData:
                 "augment is given a second time: pass one function that does both, as lambda x: "
                 "second(first(x))"
             )
-        check_augment(self.train, augment)
+        check_change("augment", self.train, augment)
         return replace(self, splits={**self.splits, "train": replace(self.train, augment=augment)})
 
     @suggests

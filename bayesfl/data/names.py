@@ -59,10 +59,9 @@ def named_clients(
         remedy = "pass a list in the order of x"
         if pooled:
             remedy = (
-                f"pass a list in the order of the sorted client_ids, {reprlib.repr(list(order))}"
+                f"pass a list in the order of the sorted client_ids, {reprlib.repr(list(order))}, "
+                "as [names[i] for i in sorted(set(client_ids))] makes of {id: name}"
             )
-            if isinstance(given, Mapping):
-                remedy += ", as [names[i] for i in sorted(set(client_ids))] makes of {id: name}"
         ordered("names", given, remedy)
         named = [str(name) for name in given]
         check_names(named, len(order))
@@ -80,17 +79,22 @@ def named_clients(
             f"names must differ, {twice[:10]} are given to several clients each; add a number to "
             "them"
         )
-    alike: dict[str, list[str]] = {}
-    for name in named:
-        alike.setdefault(name.strip().casefold(), []).append(name)
-    for group in alike.values():
-        if len(group) > 1:
+    for places in places_of(name.strip().casefold() for name in named).values():
+        if len(places) > 1:
             warn(
-                f"clients {group} differ only by case or surrounding space, and are {len(group)} "
-                "clients; if they are one, give all its rows one id, as [str(i).strip().lower() "
-                "for i in client_ids] does",
+                f"clients {[named[j] for j in places]} differ only by case or surrounding space, "
+                f"and are {len(places)} clients; if they are one, give all its rows one id, as "
+                "[str(i).strip().lower() for i in client_ids] does",
             )
     return named
+
+
+def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """Return the rows of each client, in the order of the clients' first ones."""
+    places: dict[Hashable, list[int]] = {}
+    for row, owner in enumerate(owners):
+        places.setdefault(owner, []).append(row)
+    return places
 
 
 def generated(clients: int) -> list[str]:
@@ -107,14 +111,13 @@ def named_classes(given: Iterable[object], outputs: int) -> tuple[str, ...]:
         TypeError: `given` is no list.
         ValueError: There is another number of names.
     """
-    remedy = f"pass a list in the order of the classes' numbers, 0 to {outputs - 1}"
-    if isinstance(given, Mapping):
-        remedy += (
-            ", as [class_names[k] for k in sorted(class_names)] makes of {number: name}"
-            if all(isinstance(key, int) for key in given)
-            else ", as sorted(class_names, key=class_names.get) makes of {name: number}"
-        )
-    ordered("class_names", given, remedy)
+    ordered(
+        "class_names",
+        given,
+        f"pass a list in the order of the classes' numbers, 0 to {outputs - 1}, as sorted("
+        "class_names, key=class_names.get) makes of {name: number}, and [class_names[k] for k in "
+        "sorted(class_names)] of {number: name}",
+    )
     named = tuple(str(name) for name in given)
     if len(named) != outputs:
         raise ValueError(

@@ -11,6 +11,7 @@ import numpy as np
 from bayesfl.base.described import differences
 from bayesfl.base.options import nearest
 from bayesfl.data.schema import Schema
+from bayesfl.data.tables.texts import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +115,6 @@ def place(client: int | str, names: Sequence[str]) -> int:
 def _numbers(names: tuple[str, ...]) -> dict[float, tuple[str, ...]]:
     """Return the names that read as numbers, by these."""
     found: dict[float, tuple[str, ...]] = {}
-    for name in names:
-        try:
-            value = float(name)
-        except ValueError:
-            continue
-        found[value] = (*found.get(value, ()), name)
+    for name in filter(is_number, names):
+        found[float(name)] = (*found.get(float(name), ()), name)
     return found

@@ -18,6 +18,7 @@ from bayesfl.data.split import ClientData
 from bayesfl.data.tables.columns import Columns, warn_of_rows
 from bayesfl.data.tables.frames import names_of
 from bayesfl.data.tables.table import Table, is_frame
+from bayesfl.data.tables.texts import is_number
 from bayesfl.data.tensors import not_finite
 
 REAL = "biuf"  # kinds of NumPy's real numbers
@@ -170,7 +171,9 @@ class Schema:
         if (kind := _kind(_told(t.dtype))) != _kind(kept):
             raise ValueError(
                 f"{name} holds {kind} ({t.dtype}) and the model was trained on {_kind(kept)} "
-                f"(torch.{kept}); {_as_trained(name, t, kept)}"
+                f"(torch.{kept}); pass the rows as they were before they were converted, or "
+                f"convert them by {name}.astype({kept!r}) or {name}.to(torch.{kept}) if no "
+                "fractions are lost, as those of bytes over 255 would be"
             )
         if tuple(t.shape[1:]) != shape or not t.dim() or not len(t):
             wanted = ", ".join(["N", *map(str, shape)])
@@ -256,25 +259,6 @@ def _kind(dtype: str) -> str:
     return "truth values" if dtype == "bool" else "floats" if "float" in dtype else "whole numbers"
 
 
-def _as_trained(name: str, t: Tensor, kept: str) -> str:
-    """Return how to make numbers of another kind what the training data were, by their values."""
-    if not t.is_floating_point() or torch.equal(t, t.round()):
-        return (
-            f"make them these before, as {name}.astype({kept!r}) or {name}.to(torch.{kept}) does, "
-            "if they mean the same"
-        )
-    if kept == "uint8" and bool(((t >= 0) & (t <= 1)).all()):
-        return (
-            "they lie in [0, 1], as bytes over 255 do: pass the bytes themselves, or make them "
-            f"again by (255 * {name}).round().astype('uint8') or (255 * {name}).round().to(torch."
-            f"{kept})"
-        )
-    return (
-        "they have fractions, or NaN, which would be lost: pass the rows as they were before they "
-        "were made floats"
-    )
-
-
 def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return names of classes as their numbers.
 
@@ -292,11 +276,5 @@ def _numerals(names: Sequence[str]) -> bool:
     """Say whether a class is named by a number, or a truth value, which is not the place that it
     has.
     """
-
-    def other(name: str, place: int) -> bool:
-        try:
-            return float({"false": "0", "true": "1"}.get(name.lower(), name)) != place
-        except ValueError:
-            return False
-
-    return any(other(name, place) for place, name in enumerate(names))
+    read = [{"false": "0", "true": "1"}.get(name.lower(), name) for name in names]
+    return any(is_number(name) and float(name) != place for place, name in enumerate(read))

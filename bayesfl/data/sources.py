@@ -11,6 +11,12 @@ from torch import Tensor
 from bayesfl.base.targets import Task
 from bayesfl.data.names import named_classes
 
+LABEL_REMEDY = (
+    "number the classes from 0 up, or pass outputs= one above the largest; leave out examples "
+    "without a label, or put -100 in place of one of several labels of an example"
+)
+"""What to do about labels that are no classes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
@@ -95,7 +101,7 @@ class Source:
                 row = int(wrong[0, 0])
                 raise ValueError(
                     f"labels must lie within [0, {self.outputs}), y has {int(self.y[row])} in row "
-                    f"{row}: {label_remedy(self.y)}"
+                    f"{row}: {LABEL_REMEDY}"
                 )
 
     @classmethod
@@ -261,18 +267,3 @@ def available() -> dict[str, SourceInfo]:
         True
     """
     return dict(INFO)
-
-
-def label_remedy(y: Tensor) -> str:
-    """Return the advice of an error message about labels [N] of which some are no classes."""
-    if y.dim() > 1 and (y < 0).any():
-        return (
-            "give every class a number from 0 up, and put -100 in place of labels that are not "
-            "known"
-        )
-    if (y < 0).any():
-        return (
-            "give every class a number from 0 up, and leave out examples without a label, which no "
-            "number stands for"
-        )
-    return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"

@@ -69,45 +69,6 @@ def _precision(x: Inputs) -> torch.dtype:
     return torch.promote_types(floats[0], torch.float32) if floats else torch.float32
 
 
-def _check_rows(x: Inputs, y: Tensor) -> None:
-    for name, t in named(x):
-        if t.dim() < 1 or len(t) != len(y):
-            raise ValueError(
-                f"{name} and y must have as many rows, got "
-                f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
-            )
-    if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
-        raise ValueError(
-            "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
-            f"got {y.dtype} of shape {list(y.shape)}"
-        )
-
-
-def _check_index(index: Tensor, counts: np.ndarray, rows: int) -> None:
-    vector = index.dtype == torch.int64 and index.dim() == 1
-    if not vector or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows):
-        ends = index.unique()
-        raise ValueError(
-            f"index must be a vector of int64 within [0, {rows}), got {index.dtype} of shape "
-            f"{list(index.shape)}, from {ends[:1].tolist()} to {ends[-1:].tolist()}"
-        )
-    if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
-        raise ValueError(
-            f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
-            f"sum of {counts.sum()}"
-        )
-
-
-def _check_environment(environment: Tensor, rows: int) -> None:
-    fits = environment.dtype == torch.int64 and environment.shape == (rows,)
-    if not fits or (len(environment) and environment.min() < 0):
-        raise ValueError(
-            f"environment must be int64 of shape [{rows}], numbers from 0 up, got "
-            f"{environment.dtype} of shape {list(environment.shape)}, "
-            f"{environment.unique()[:5].tolist()}"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors:
@@ -155,10 +116,23 @@ class ClientData:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
         if self.dtype is None:
             object.__setattr__(self, "dtype", _precision(self.x))
-        _check_rows(self.x, self.y)
-        _check_index(self.index, self.counts, len(self.y))
-        if self.environment is not None:
-            _check_environment(self.environment, len(self.y))
+        y, index, counts = self.y, self.index, self.counts
+        for name, t in named(self.x):
+            if t.dim() < 1 or len(t) != len(y):
+                raise ValueError(
+                    f"{name} and y must have as many rows, got "
+                    f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
+                )
+        if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
+            raise ValueError(
+                "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
+                f"got {y.dtype} of shape {list(y.shape)}"
+            )
+        if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
+            raise ValueError(
+                f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
+                f"sum of {counts.sum()}"
+            )
 
     def __repr__(self) -> str:
         many = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.data import from_arrays
-from bayesfl.data.changes import check_augment, check_transform
+from bayesfl.data.changes import check_change
 
 
 @pytest.fixture
@@ -134,11 +134,11 @@ def test_an_augmentation_draws_by_torch_and_may_mix_rows(images):
         assert images.augmented(augment).train.augment is not None
 
 
-@pytest.mark.parametrize("check", [check_transform, check_augment])
-def test_a_trial_leaves_torch_s_generator_as_it_was(images, check):
+@pytest.mark.parametrize("name", ["transform", "augment"])
+def test_a_trial_leaves_torch_s_generator_as_it_was(images, name):
     state = torch.get_rng_state()
     with contextlib.suppress(ValueError):
-        check(images.train, lambda x: x + torch.rand(()))
+        check_change(name, images.train, lambda x: x + torch.rand(()))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -264,7 +264,7 @@ def test_environments_go_with_their_rows():
         (
             [np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)],
             {},
-            r"environment .*0 up, got .*\[-1, 0\]",
+            r"environments of client 1 .*0 up.* got .*\[-1\]",
         ),
         (
             [np.zeros(20, int), np.ones(30, int), np.zeros(25, int)],

@@ -135,7 +135,9 @@ def from_arrays(
     kind = torch.int64 if task == "classification" else torch.float32
     train, held = train.as_type(kind), held and held.as_type(kind)
     environment = (
-        None if environments is None else train.placed(environments_of(environments, train, order))
+        None
+        if environments is None
+        else train.placed(environments_of(environments, train, pooled=pooled))
     )
     check_shares(test_share=test_share)
     inputs, placed, rows = train.x, train.placed(train.ys), {"train": list(train.rows)}
@@ -143,7 +145,8 @@ def from_arrays(
     if held is None and test_share > 0:
         rows = _drawn(train, named, test_share, seed, by_class=task == "classification")
     elif held is not None and (train.mapped or held.mapped):
-        apart = (held.x, held.placed(held.ys), held.rows)
+        apart = (held.x, held.placed(held.ys))
+        rows["test"] = held.rows
     elif held is not None:  # in memory, one after the other
         rows["test"] = [mine + len(placed) for mine in held.rows]
         inputs, placed = join([train.x, held.x]), torch.cat([placed, held.placed(held.ys)])

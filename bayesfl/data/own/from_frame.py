@@ -16,9 +16,8 @@ from bayesfl.base.targets import Task
 from bayesfl.base.warning import warn
 from bayesfl.data.assembly import check_shares, take_share
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.names import ordered
+from bayesfl.data.names import ordered, places_of
 from bayesfl.data.own.arrays import FEW_VALUES, from_arrays
-from bayesfl.data.own.parts import places_of
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.columns import Columns, learnt, statistics_of, warn_of_rows
@@ -95,9 +94,8 @@ def from_frame(
             the wrong kind; an index repeats; or `from_arrays` refuses a client or a share.
 
     Warns:
-        UserWarning: Columns are probably no measurements, are constant, or have no value at some
-            client, or levels that differ by case alone, all in one warning; or a client has no rows
-            in a split.
+        UserWarning: Columns are probably no measurements, or have levels that differ by case alone,
+            all in one warning; or a client has no rows in a split.
 
     Example:
         >>> import pandas as pd
@@ -144,9 +142,8 @@ def from_frame(
         source=source or SourceInfo(name="frame"),
     )
     if columns is None:
-        found = _statistics(table, data, names, categories)
-        told = of_columns(table, names, categories, _rows(data, "train"), targets.y)
-        columns = learnt([{**_classes(data, targets), "clients": found}], told)
+        statistics, told = _statistics(table, data, targets, names, categories)
+        columns = learnt([statistics], told)
     about = {
         "client": client,
         "target": target if isinstance(target, str) else list(target),
@@ -226,8 +223,9 @@ def frame_statistics(
         seed=seed,
         source=SourceInfo(name="frame"),
     )
-    warn_of_columns(of_columns(table, names, categories, _rows(data, "train"), targets.y))
-    return {**_classes(data, targets), "clients": _statistics(table, data, names, categories)}
+    statistics, told = _statistics(table, data, targets, names, categories)
+    warn_of_columns(told)
+    return statistics
 
 
 def _opened(
@@ -383,19 +381,24 @@ def _rows(data: FederatedData, split: str) -> np.ndarray:
 
 
 def _statistics(
-    table: Table, data: FederatedData, names: Sequence[str], categories: Sequence[str]
-) -> dict[str, Any]:
-    parts = np.split(_rows(data, "train"), np.cumsum(data.train.counts)[:-1])
-    return statistics_of(table, dict(zip(data.client_names, parts, strict=True)), names, categories)
-
-
-def _classes(data: FederatedData, targets: _Targets) -> dict[str, Any]:
-    """Return what other machines must know of the classes, as JSON can hold it."""
+    table: Table,
+    data: FederatedData,
+    targets: _Targets,
+    names: Sequence[str],
+    categories: Sequence[str],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what other machines must know of the classes and of each client's training rows, as
+    JSON can hold it, and what is to be told of the columns.
+    """
+    rows = _rows(data, "train")
+    parts = np.split(rows, np.cumsum(data.train.counts)[:-1])
+    clients = dict(zip(data.client_names, parts, strict=True))
     return {
         "classes": list(targets.names) if targets.text and targets.names is not None else None,
         "ordered": targets.ordered,
         "outputs": data.outputs if data.task == "classification" else None,
-    }
+        "clients": statistics_of(table, clients, names, categories),
+    }, of_columns(table, names, categories, rows, targets.y)
 
 
 def _with_inputs(
@@ -404,15 +407,10 @@ def _with_inputs(
     """Return the federation with these inputs [N, D] of the frame's rows in place of the rows'
     numbers.
     """
-    made: dict[int, torch.Tensor] = {}
-    splits = {}
-    for name, split in data.splits.items():
-        assert isinstance(split.x, torch.Tensor)
-        if id(split.x) not in made:
-            made[id(split.x)] = x[split.x[:, 0]]
-        splits[name] = replace(
-            split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32
-        )
+    rows = data.train.x  # one tensor, which all splits share
+    assert isinstance(rows, torch.Tensor)
+    made: dict[str, Any] = {"x": x[rows[:, 0]], "columns": columns.names, "dtype": torch.float32}
+    splits = {name: replace(split, **made) for name, split in data.splits.items()}
     return replace(
         data,
         splits=splits,

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from bayesfl.base.inputs import Inputs, named, shape_of, unnamed
-from bayesfl.base.targets import IGNORE
+from bayesfl.base.inputs import Inputs, named
 from bayesfl.data.conversion import kind_of
-from bayesfl.data.own.stored import StoredRows, ragged
+from bayesfl.data.own.stored import StoredRows
 
 AGAIN = 8
 """Items of a data set that are read twice, to see whether it draws."""
@@ -64,12 +62,11 @@ def items(
     for place, i in enumerate(chosen):
         row = row_of(i)
         one = row if one is None else one
-        if columns is None and {key: t.shape for key, t in row.items()} != {
-            key: t.shape for key, t in one.items()
-        }:
+        shapes, usual = ({key: list(t.shape[1:]) for key, t in of.items()} for of in (row, one))
+        if columns is None and shapes != usual:
             raise ValueError(
-                f"{name} must have items of one shape: item {i} has {_shown(row)}, item "
-                f"{chosen[0]} has {_shown(one)}; reshape, crop or pad them alike"
+                f"{name} must have items of one shape: item {i} has {shapes}, item {chosen[0]} has "
+                f"{usual}; reshape, crop or pad them alike"
             )
         if place < AGAIN:
             again = row_of(i)
@@ -122,15 +119,6 @@ def _tensor(value: Any) -> Tensor:
     )
 
 
-def _shown(row: StoredRows) -> str:
-    x = unnamed({key: t for key, t in row.items() if key != "y"})
-    assert x is not None  # there is always an input
-    return (
-        f"x {list(x.shape[1:]) if isinstance(x, Tensor) else shape_of(x)} and y "
-        f"{list(row['y'].shape)}"
-    )
-
-
 def class_names(dataset: Any, target: str) -> list[str] | None:
     """Return the names of the classes that a data set of Hugging Face's gives for a column of
     labels, or of lists of labels.
@@ -141,46 +129,3 @@ def class_names(dataset: Any, target: str) -> list[str] | None:
         getattr(feature, "feature", None), "names", None
     )
     return list(found) if found else None
-
-
-def stacked_sets(
-    sets: Sequence[list[StoredRows]], target: str, mask: str | None
-) -> list[StoredRows]:
-    """Join the rows of every data set, lists filled up to the longest of all; a set without rows
-    has the first one's columns.
-    """
-    keys = list(sets[0][0])
-    lists, lengths = [], []
-    if mask is not None:
-        rows = [row for one in sets for row in one]
-        lists, lengths = ragged(
-            {key: [tuple(row[key].shape[1:]) for row in rows] for key in keys}, mask
-        )
-    width, start = max(lengths, default=0), 0
-    # Of the first row that holds a number in the column, else of the first row.
-    kinds = {
-        key: next(
-            (row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key]
-        ).dtype
-        for key in lists
-    }
-
-    def column(rows: Sequence[StoredRows], key: str) -> Tensor:
-        parts = [row[key] for row in rows]
-        if key in lists:
-            fill = IGNORE if key == target else 0
-            # Empty lists have no type of their own, and take that of the others.
-            typed = [part if part.numel() else part.to(kinds[key]) for part in parts]
-            parts = [F.pad(part, (0, width - part.shape[1]), value=fill) for part in typed]
-        return torch.cat(parts)
-
-    out = []
-    for one in sets:
-        rows = one or [{key: t[:0] for key, t in sets[0][0].items()}]
-        joined = {key: column(rows, key) for key in (keys if mask is not None else rows[0])}
-        if mask is not None and mask not in keys and any(key != target for key in lists):
-            own = torch.tensor(lengths[start : start + len(one)], dtype=torch.int64)
-            joined[mask] = torch.arange(width) < own[:, None]
-        start += len(one)
-        out.append(joined)
-    return out

@@ -3,7 +3,7 @@ arrays that all share.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
 from bayesfl.data.conversion import as_list, to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
+from bayesfl.data.names import places_of
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 """Texts that stand for a missing client id, as `astype(str)` makes them."""
@@ -26,13 +27,13 @@ class Part(NamedTuple):
             all in the order of its file.
         ys: Labels or targets of each client, in the order of its rows.
         rows: Rows in `x` of each client.
-        client_ids: The client of each row as it was given; None for one array per client.
+        given: Rows of each client in the order in which all were given.
     """
 
     x: Inputs
     ys: list[Tensor]
     rows: list[np.ndarray]
-    client_ids: Sequence[Hashable] | None
+    given: list[np.ndarray]
 
     @property
     def mapped(self) -> bool:
@@ -102,13 +103,8 @@ def per_client(
             )
     some = next((j for j, yj in enumerate(ys) if len(yj)), 0)
     xs = [_alike(f"{part}x", whose(j), xj, whose(some), xs[some]) for j, xj in enumerate(xs)]
-    ends = np.cumsum([len(yj) for yj in ys])
-    return Part(
-        join(xs),
-        ys,
-        [np.arange(end - len(yj), end, dtype=np.int64) for end, yj in zip(ends, ys, strict=True)],
-        None,
-    )
+    rows = _one_after_another(ys)
+    return Part(join(xs), ys, rows, rows)
 
 
 def by_client(
@@ -172,16 +168,17 @@ def by_client(
     divided = [ys[torch.from_numpy(r)] for r in rows]
     if any(mapped(t) for _, t in named(inputs)):
         return Part(
-            each(lambda t: t if mapped(t) else t.clone(), inputs), divided, rows, owners
+            each(lambda t: t if mapped(t) else t.clone(), inputs), divided, rows, rows
         ), found
     after = torch.from_numpy(np.concatenate(rows))
-    ends = np.cumsum([len(r) for r in rows])
-    contiguous = [
-        np.arange(end - len(r), end, dtype=np.int64) for end, r in zip(ends, rows, strict=True)
-    ]
-    return Part(
-        each(lambda t: t.index_select(0, after), inputs), divided, contiguous, owners
-    ), found
+    joined = each(lambda t: t.index_select(0, after), inputs)
+    return Part(joined, divided, _one_after_another(rows), rows), found
+
+
+def _one_after_another(parts: Sequence[Sized]) -> list[np.ndarray]:
+    """Return the places of every part's rows where they stand one part after the other."""
+    ends = np.cumsum([len(part) for part in parts])
+    return np.split(np.arange(ends[-1], dtype=np.int64), ends[:-1])
 
 
 def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Inputs:
@@ -233,14 +230,6 @@ def _missing(owner: Any) -> bool:
     )
 
 
-def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
-    """Return the rows of each client, in the order of the clients' first ones."""
-    places: dict[Hashable, list[int]] = {}
-    for row, owner in enumerate(owners):
-        places.setdefault(owner, []).append(row)
-    return places
-
-
 def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
     """Return clients' ids in their order, after a check that no two of them are one name."""
     texts: dict[str, Hashable] = {}
@@ -256,31 +245,24 @@ def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
         return sorted(owners, key=lambda owner: (type(owner).__name__, str(owner)))
 
 
-def environments_of(values: Any, train: Part, order: Sequence[Hashable]) -> list[Tensor]:
-    """Return the environments of every client's training rows.
+def environments_of(values: Any, train: Part, *, pooled: bool) -> list[Tensor]:
+    """Return the environments of every client's training rows, given for all rows or, not `pooled`,
+    as a list by client.
 
     Raises:
-        ValueError: They are no whole numbers, or not one for each row.
+        ValueError: They are no whole numbers from 0 up, or not one for each row.
         TypeError: They are no arrays.
     """
-    if train.client_ids is None:
-        given = {
-            f"environments of client {j}": part
-            for j, part in enumerate(as_list(values, "environments", "array"))
-        }
-        rows = [len(yj) for yj in train.ys]
-    else:
-        given, rows = {"environments": values}, [len(train.client_ids)]
+    given = [values] if pooled else as_list(values, "environments", "array")
+    sizes = [len(yj) for yj in train.ys]
     found = []
-    for (name, value), n in zip(given.items(), rows, strict=True):
+    for j, (value, n) in enumerate(zip(given, [sum(sizes)] if pooled else sizes, strict=True)):
+        name = "environments" + (f" of client {j}" if not pooled else "")
         tensor = to_tensor(value, name)
-        if tensor.shape != (n,) or tensor.is_floating_point():
+        if tensor.shape != (n,) or tensor.is_floating_point() or (tensor < 0).any():
             raise ValueError(
-                f"{name} must be whole numbers, one for each of {n} rows, got {tensor.dtype} of "
-                f"shape {list(tensor.shape)}"
+                f"{name} must be whole numbers from 0 up, one for each of {n} rows, got "
+                f"{tensor.dtype} of shape {list(tensor.shape)}, {tensor.unique()[:5].tolist()}"
             )
         found.append(tensor)
-    if train.client_ids is None:
-        return found
-    places = places_of(train.client_ids)
-    return [found[0][torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
+    return [torch.cat(found)[torch.from_numpy(rows)] for rows in train.given]

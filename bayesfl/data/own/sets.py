@@ -17,7 +17,7 @@ from bayesfl.data.conversion import as_list
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
-from bayesfl.data.own.items import class_names, items, stacked_sets
+from bayesfl.data.own.items import class_names, items
 from bayesfl.data.own.stored import as_kept, stored
 
 
@@ -88,6 +88,10 @@ def from_datasets(
         if test is not None
         else []
     )
+    if test is not None and len(held) != len(given):
+        raise ValueError(
+            f"test must have one data set for each of {len(given)} clients, got {len(held)}"
+        )
     if empty := [name for name, one in given if not len(one)]:
         raise ValueError(f"{empty[0]} is empty: leave that client out")
     columns = (
@@ -110,42 +114,38 @@ def from_datasets(
         total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False
     ) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]
-        if folder is not None:
-            signature: dict[str, Any] = {
+        joined = stored(
+            folder,
+            lambda: {
                 "rows": sizes,
                 "test rows": [len(one) for _, one in held],
                 "inputs": inputs,
                 "target": target,
                 "mask": mask,
                 "items": [_digest(one, name, columns) for name, one in given + held],
-            }
-            mapped = stored(
-                folder,
-                signature,
-                read,
-                rows=bar.total,
-                target=target or "y",
-                mask=mask if columns else None,
+            },
+            read,
+            rows=bar.total,
+            target=target or "y",
+            mask=mask if columns else None,
+        )
+    x, y = _tree(joined, inputs, target)
+    owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
+    tested = np.repeat(np.arange(len(held)), [len(one) for _, one in held])
+    if options.get("environments") is not None:
+        own = [np.asarray(one) for one in as_list(options["environments"], "environments", "array")]
+        if [len(one) for one in own] != sizes:
+            raise ValueError(
+                f"environments must have one number for each row, {sizes}, got "
+                f"{[len(one) for one in own]}"
             )
-            return _from_files(
-                *_tree(mapped, inputs, target),
-                sizes,
-                signature["test rows"] if test is not None else None,
-                options,
-            )
-        joined = [
-            _tree(one, inputs, target)
-            for one in stacked_sets(
-                [list(one) for one in read], target or "y", mask if columns else None
-            )
-        ]
-    pairs, tests = joined[: len(given)], joined[len(given) :]
+        options["environments"] = np.concatenate(own)
     return from_arrays(
-        [x for x, _ in pairs],
-        [y for _, y in pairs],
-        client_ids=None,
-        test=None if test is None else ([x for x, _ in tests], [y for _, y in tests]),
-        **options,
+        at(x, slice(n)),
+        y[:n],
+        client_ids=owners,
+        test=None if test is None else (at(x, slice(n, None)), y[n:], tested),
+        **{"names": generated(len(sizes)), **options},
     )
 
 
@@ -160,37 +160,6 @@ def _tree(
     if isinstance(inputs, str) and not added:
         return columns[inputs], columns[target]
     return {key: columns[key] for key in (*own, *added)}, columns[target]
-
-
-def _from_files(
-    x: Any, y: Any, sizes: list[int], tests: list[int] | None, options: dict[str, Any]
-) -> FederatedData:
-    """Make federated data of arrays in files that hold one client's rows after the other's,
-    training rows first.
-    """
-    owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
-    test = (
-        None
-        if tests is None
-        else (at(x, slice(n, None)), y[n:], np.repeat(np.arange(len(sizes)), tests))
-    )
-    if options.get("environments") is not None:
-        given = [
-            np.asarray(own) for own in as_list(options["environments"], "environments", "array")
-        ]
-        if [len(own) for own in given] != sizes:
-            raise ValueError(
-                f"environments must have one number for each row, {sizes}, got "
-                f"{[len(own) for own in given]}"
-            )
-        options = options | {"environments": np.concatenate(given)}
-    return from_arrays(
-        at(x, slice(n)),
-        y[:n],
-        client_ids=owners,
-        test=test,
-        **{"names": generated(len(sizes)), **options},
-    )
 
 
 def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:

@@ -1,13 +1,16 @@
-"""Rows of data sets in a folder of `.npy` files: written once, a row at a time, and mapped from
-then on.
+"""Rows of data sets as arrays in NumPy's format, written a row at a time: in memory, or in a folder
+of `.npy` files, written once and mapped from then on.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -28,20 +31,21 @@ StoredRows = dict[str, Tensor]
 
 
 def stored(
-    folder: str | os.PathLike[str],
-    signature: Mapping[str, Any],
+    folder: str | os.PathLike[str] | None,
+    signature: Callable[[], Mapping[str, Any]],
     sets: Iterable[Iterable[StoredRows]],
     *,
     rows: int,
     target: str,
     mask: str | None,
 ) -> dict[str, np.ndarray]:
-    """Return the columns of data sets as arrays in mapped files, one data set's rows after the
-    other's.
+    """Return the columns of data sets as arrays, one data set's rows after the other's: in memory,
+    or in mapped files of a folder.
 
     Args:
         folder: Where the files are; they are written if there is no such folder, or an empty one.
-        signature: What the data sets are known by, JSON-able.
+            None for memory.
+        signature: Makes what a folder knows the data sets by, JSON-able.
         sets: The rows of each, read only if they are to be written.
         rows: Number of rows of all.
         target: Name of the column to predict.
@@ -53,7 +57,10 @@ def stored(
             short, or rows do not fit each other.
         TypeError: `folder` is no path.
     """
-    path = as_folder("folder", folder)
+    if folder is None:
+        written = _write(BytesIO, sets, rows, target, mask)
+        return {key: np.load(file) for key, file in written.items()}
+    path, wanted = as_folder("folder", folder), json.loads(json.dumps(signature()))
     if not (path / INDEX).is_file():
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
@@ -62,20 +69,26 @@ def stored(
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
-            made = Path(temporary) / path.name
+            made, numbers = Path(temporary) / path.name, itertools.count()
             made.mkdir()
-            files = _write(made, sets, rows, target, mask)
-            (made / INDEX).write_text(
-                json.dumps({"signature": dict(signature), "files": files}, indent=1)
-            )
+            with contextlib.ExitStack() as opened:
+
+                def new() -> IO[bytes]:
+                    return opened.enter_context((made / f"{next(numbers)}.npy").open("w+b"))
+
+                files = {
+                    key: Path(file.name).name
+                    for key, file in _write(new, sets, rows, target, mask).items()
+                }
+            for left in {one.name for one in made.iterdir()} - {*files.values()}:
+                (made / left).unlink()
+            (made / INDEX).write_text(json.dumps({"signature": wanted, "files": files}, indent=1))
             os.replace(made, path)
     index = json.loads((path / INDEX).read_text())
     known, files = index["signature"], index["files"]
     columns = {key: np.load(path / name, mmap_mode="r") for key, name in files.items()}
-    if known != json.loads(json.dumps(signature)):
-        other = [
-            key for key in signature if known.get(key) != json.loads(json.dumps(signature[key]))
-        ]
+    if known != wanted:
+        other = [key for key in wanted if known.get(key) != wanted[key]]
         raise ValueError(
             f"folder {str(path)!r} holds the rows of other data sets, which differ in "
             f"{', '.join(other)}: pass another folder, or delete this one, so that the data are "
@@ -85,42 +98,31 @@ def stored(
 
 
 def _write(
-    folder: Path, sets: Iterable[Iterable[StoredRows]], rows: int, target: str, mask: str | None
-) -> dict[str, str]:
-    """Write all rows, and return the name of each column's file."""
+    new: Callable[[], IO[bytes]],
+    sets: Iterable[Iterable[StoredRows]],
+    rows: int,
+    target: str,
+    mask: str | None,
+) -> dict[str, IO[bytes]]:
+    """Write all rows into new files, and return each column's, at its start."""
     columns: dict[str, _Column] = {}
-    try:
-        for one in sets:
-            for piece in one:
-                if not columns:
-                    columns = {
-                        key: _Column(folder / f"{place}.npy", key, rows, t)
-                        for place, (key, t) in enumerate(piece.items())
-                    }
-                if piece.keys() != columns.keys():
-                    raise ValueError(
-                        f"all data sets must give the same inputs, got {list(piece)} after "
-                        f"{list(columns)}"
-                    )
-                for key, column in columns.items():
-                    column.add(piece[key])
-    finally:
-        for column in columns.values():
-            column.close()
+    for piece in itertools.chain.from_iterable(sets):
+        columns = columns or {key: _Column(new, key, rows, t) for key, t in piece.items()}
+        if piece.keys() != columns.keys():
+            raise ValueError(
+                f"all data sets must give the same inputs, got {list(piece)} after {list(columns)}"
+            )
+        for key, column in columns.items():
+            column.add(piece[key])
     lists, lengths = ragged({key: column.shapes for key, column in columns.items()}, mask)
     width = max(lengths, default=0)
     for key in lists:
         columns[key].fill_up(lengths, width, IGNORE if key == target else 0)
-    files = {key: column.path.name for key, column in columns.items()}
-    if mask is not None and mask not in files and any(key != target for key in lists):
-        own = _Column(
-            folder / f"{len(files)}.npy", mask, rows, torch.zeros(1, width, dtype=torch.bool)
-        )
+    if mask is not None and mask not in columns and any(key != target for key in lists):
+        own = columns[mask] = _Column(new, mask, rows, torch.zeros(1, width, dtype=torch.bool))
         for n in lengths:
             own.add((torch.arange(width) < n)[None])
-        own.close()
-        files[mask] = own.path.name
-    return files
+    return {key: column.whole() for key, column in columns.items()}
 
 
 def ragged(
@@ -164,20 +166,20 @@ class _Column:
     """A file of numbers in NumPy's format, written from its first row to its last.
 
     Args:
-        path: The file.
+        new: Makes a new file.
         name: The column's name, for error messages.
         rows: Number of rows.
         like: The first rows, [b, ...].
     """
 
-    def __init__(self, path: Path, name: str, rows: int, like: Tensor) -> None:
-        self.path, self.name, self.rows = path, name, rows
+    def __init__(self, new: Callable[[], IO[bytes]], name: str, rows: int, like: Tensor) -> None:
+        self.new, self.name, self.rows = new, name, rows
         self.type, self.filled = as_kept(like[:0]).dtype, False
         self.shapes: list[tuple[int, ...]] = []
         self._open(tuple(like.shape[1:]))
 
     def _open(self, shape: tuple[int, ...]) -> None:
-        self.file = self.path.open("wb")
+        self.file = self.new()
         described = np.lib.format.dtype_to_descr(torch.zeros(0, dtype=self.type).numpy().dtype)
         np.lib.format.write_array_header_1_0(
             self.file, {"descr": described, "fortran_order": False, "shape": (self.rows, *shape)}
@@ -200,29 +202,23 @@ class _Column:
             assert isinstance(some, Tensor)  # as `piece` is
             self.file.write(as_kept(some).contiguous().numpy().tobytes())
 
-    def close(self) -> None:
-        """Make sure that all is on the disk."""
+    def whole(self) -> IO[bytes]:
+        """Return the file at its start, after a file on the disk has all of it."""
         self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        if not isinstance(self.file, BytesIO):
+            os.fsync(self.file.fileno())
+        self.file.seek(0)
+        return self.file
 
     def fill_up(self, lengths: list[int], width: int, value: int) -> None:
         """Write lists [n] of different lengths again as [N, width], with `value` behind each."""
-        flat = self.path.rename(self.path.with_suffix(".flat"))
-        start = self.start
+        flat, start = self.file, self.start
         self._open((width,))
-        with flat.open("rb") as file:
-            file.seek(start)
-            for n in lengths:
-                row = torch.full((width,), value, dtype=self.type)
-                row[:n] = (
-                    torch.frombuffer(bytearray(file.read(n * self.type.itemsize)), dtype=self.type)
-                    if n
-                    else row[:0]
-                )
-                self.file.write(row.numpy().tobytes())
-        self.close()
-        flat.unlink()
+        flat.seek(start)
+        for n in lengths:
+            row = torch.full((width,), value, dtype=self.type).numpy()
+            row[:n] = np.frombuffer(flat.read(n * row.itemsize), row.dtype)
+            self.file.write(row.tobytes())
 
 
 def as_kept(t: Tensor) -> Tensor:

@@ -2,21 +2,18 @@
 ones.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Unpack
-from weakref import ref
 
 import numpy as np
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
 from bayesfl.data.recipes.images import unit_range
 from bayesfl.data.sources import Source
-
-_centred_inputs = WeakTensorKeyDictionary()
 
 
 @shared.recipe()
@@ -173,24 +170,17 @@ def label_groups(
         rows[0],
         rows[1],
         pooled=True,
-        x=_centred(opened) if centred else None,
+        x=_centred(opened, opened.x._version) if centred else None,
     )
 
 
-def _centred(source: Source) -> Tensor:
+@functools.lru_cache(maxsize=1)
+def _centred(source: Source, version: int) -> Tensor:
     """Map inputs from [0, 1] to [-1, 1], after undoing the usual standardisation of known images;
-    the copy is shared while it is in use.
+    the last copy is shared by data made of one `version` of the source's tensor.
 
     Raises:
         ValueError: The inputs lie outside [0, 1].
     """
-    known = _centred_inputs.get(source.x)
-    if known is not None:
-        version, reference = known
-        x = reference()  # None once nothing uses the copy
-        if version == source.x._version and x is not None:
-            return x
     x = unit_range(source, "centred maps inputs from [0, 1] to [-1, 1]", "or pass centred=False")
-    x.mul_(2).sub_(1)
-    _centred_inputs[source.x] = (source.x._version, ref(x))
-    return x
+    return x.mul_(2).sub_(1)

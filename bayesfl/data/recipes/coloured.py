@@ -5,7 +5,7 @@ their shape always in the same way.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, Unpack
+from typing import TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -22,22 +22,6 @@ from bayesfl.data.split import ClientData
 Agreement: TypeAlias = float | Sequence[float]
 _share = Option.of(shared.Share)
 _FLIP, _COLOUR = 1, 2  # `phase` under Purpose.PARTITION; 0 is the order of the rows
-
-
-def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
-    """Return the agreements of every client's environments as lists, after a look at their
-    range.
-    """
-    nested = []
-    for own in map(_plain, _plain(values)):
-        shares = own if isinstance(own, Sequence) else [own]
-        nested.append([_share(name, share) for share in shares])
-    return nested
-
-
-def _plain(values: Any) -> Any:
-    """Convert an array or a tensor to Python numbers."""
-    return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
 def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
@@ -106,7 +90,8 @@ def coloured(
         FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
     """
     opened = options.load()
-    options.recipe["agreement"] = nested = _shares("agreement", agreement)
+    nested = [[_share("agreement", one) for one in np.ravel(own).tolist()] for own in agreement]
+    options.recipe["agreement"] = nested
     options.classes(opened)
     parts = [
         (client, environment)

@@ -4,7 +4,6 @@ and its inverse.
 
 import gzip
 import logging
-import math
 import string
 from pathlib import Path
 
@@ -66,27 +65,17 @@ _FASHION = (
 _NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
 
 
-def read_idx(path: str | Path) -> np.ndarray:
-    """Read an array of unsigned bytes in the idx format of MNIST, gzipped or not.
-
-    Args:
-        path: The file; a name that ends in `.gz` is gzipped.
+def read_idx(path: Path) -> np.ndarray:
+    """Read an array of unsigned bytes in the idx format of MNIST; one whose name ends in `.gz` is
+    gzipped.
 
     Raises:
-        ValueError: The file is no such array, or is truncated.
+        ValueError: The file is no such array, or is truncated, as NumPy says.
     """
-    path = Path(path)
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
-    start = 4 + 4 * data[3]
-    shape = tuple(int(n) for n in np.frombuffer(data[4:start], dtype=">u4"))
-    values = np.frombuffer(data[start:], dtype=np.uint8)
-    if data[:3] != b"\x00\x00\x08" or len(values) != math.prod(shape):
-        raise ValueError(
-            f"{path} is not a whole idx file of unsigned bytes: it begins with {data[:4].hex()}, "
-            f"and has {len(values)} bytes for shape {shape}; fetch it again"
-        )
-    return values.reshape(shape)
+    shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
 
 
 def read_images(name: str, root: Path, download: bool) -> Source:
@@ -129,15 +118,9 @@ def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
         "x_test": "t10k-images-idx3",
         "y_test": "t10k-labels-idx1",
     }
-    found = {}
-    for key, stem in names.items():
-        paths = [
-            path for end in ("-ubyte", "-ubyte.gz") if (path := folder / f"{stem}{end}").is_file()
-        ]
-        if not paths:
-            return None
-        found[key] = paths[0]
-    return {key: read_idx(path) for key, path in found.items()}
+    # a file that is not packed comes first
+    found = {key: sorted(folder.glob(f"{stem}-ubyte*")) for key, stem in names.items()}
+    return {key: read_idx(one[0]) for key, one in found.items()} if all(found.values()) else None
 
 
 def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.ndarray]:

@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import string
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -58,12 +57,7 @@ def default_root() -> Path:
     """Return the folder that BAYESFL_DATA names, else `bayesfl/datasets` in the user's cache."""
     if named := os.environ.get("BAYESFL_DATA"):
         return Path(named)
-    if sys.platform == "win32":
-        cache = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        cache = Path.home() / "Library" / "Caches"
-    else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "bayesfl" / "datasets"
 
 

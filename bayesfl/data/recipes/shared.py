@@ -192,11 +192,16 @@ class Options:
         """
         y, recipe = source.y if y is None else y, self.recipe
         if self.max_size is not None:
-            train = self._limited(
-                train,
-                self.max_size,
-                y.numpy() if source.task == "classification" and y.dim() == 1 else None,
-            )
+            labels = y.numpy() if source.task == "classification" and y.dim() == 1 else None
+            train = [
+                stratified(
+                    None if labels is None else labels[mine],
+                    mine,
+                    max(len(mine) - self.max_size, 0),
+                    generator(self.seed, Purpose.SPLIT, client=j, phase=LIMIT),
+                )[0]
+                for j, mine in enumerate(train)
+            ]
             recipe = {**recipe, "max_size": self.max_size}
         return assemble(
             source.x if x is None else x,
@@ -226,17 +231,6 @@ class Options:
                 "regression: use iid, or diabetes(by=...)"
             )
         return source.y_train.numpy(), source.y_test.numpy()
-
-    def _limited(
-        self, rows: Sequence[np.ndarray], most: int, labels: np.ndarray | None
-    ) -> list[np.ndarray]:
-        """Return at most `most` of each client's rows."""
-        kept = []
-        for j, mine in enumerate(rows):
-            rng = generator(self.seed, Purpose.SPLIT, client=j, phase=LIMIT)
-            beyond = max(len(mine) - most, 0)
-            kept.append(stratified(None if labels is None else labels[mine], mine, beyond, rng)[0])
-        return kept
 
 
 def recipe(

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from bayesfl.base import archive
+from bayesfl.base.inputs import as_tuples
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import of_clients, of_levels, of_units, warn_of_columns
+from bayesfl.data.tables.frame_warnings import of_levels, of_units, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
@@ -214,12 +215,12 @@ class Columns:
     @classmethod
     def from_json(cls, text: str) -> "Columns":
         """Read what `to_json` wrote."""
-        found = json.loads(text)
-        return cls(
-            tuple(map(_part, found["columns"])),
-            classes=None if found["classes"] is None else tuple(map(str, found["classes"])),
-            outputs=None if found["outputs"] is None else int(found["outputs"]),
+        found, kinds = as_tuples(json.loads(text)), {"number": Number, "category": Category}
+        parts = (
+            kinds[part["kind"]](**{name: part[name] for name in part if name != "kind"})
+            for part in found["columns"]
         )
+        return cls(tuple(parts), found["classes"], found["outputs"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the columns into a file, completely or not at all."""
@@ -253,7 +254,7 @@ class Columns:
                 value anywhere, or a category too many levels.
 
         Warns:
-            UserWarning: A column is constant, or has no value, at some client; or levels or classes
+            UserWarning: A client's mean of a column is far from all others', or levels or classes
                 differ by case alone.
         """
         return learnt(statistics)
@@ -306,7 +307,7 @@ def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) ->
     if classes and not any(each["ordered"] for each in statistics):
         told += of_levels("classes of the target", classes)
     clients = {name: one for each in statistics for name, one in each["clients"].items()}
-    told += [*of_clients(clients), *of_units(clients)]
+    told += of_units(clients)
     warn_of_columns(told)
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
@@ -369,14 +370,6 @@ def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
             "pass one class_names= everywhere"
         )
     return named[0]
-
-
-def _part(found: Mapping[str, Any]) -> Number | Category:
-    if found["kind"] == "number":
-        return Number(
-            str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"])
-        )
-    return Category(str(found["name"]), tuple(map(str, found["levels"])))
 
 
 def _number(name: str, mine: Sequence[Mapping[str, Any]]) -> Number:

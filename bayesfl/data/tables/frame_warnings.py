@@ -2,12 +2,13 @@
 the target, levels that differ by case alone. Each frame gives one warning.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bayesfl.base.warning import warn
+from bayesfl.data.names import places_of
 from bayesfl.data.tables.table import Table, Values
 
 SLIP = 1000.0
@@ -38,37 +39,11 @@ def warn_of_columns(told: Sequence[str]) -> None:
         )
 
 
-def of_levels(what: str, levels: Iterable[str]) -> list[str]:
+def of_levels(what: str, levels: Sequence[str]) -> list[str]:
     """Tell of levels, or classes, that differ by case alone."""
-    alike: dict[str, list[str]] = {}
-    for level in levels:
-        alike.setdefault(level.casefold(), []).append(level)
-    twins = [level for group in alike.values() if len(group) > 1 for level in group]
+    alike = places_of(level.casefold() for level in levels).values()
+    twins = [levels[k] for places in alike if len(places) > 1 for k in places]
     return [f"{what} differ by case alone, and are kept apart: {few(twins)}"] if twins else []
-
-
-def of_clients(statistics: Mapping[str, Any]) -> list[str]:
-    """Tell of columns that are constant, or without a value at some client."""
-    absent: dict[str, list[str]] = {}
-    constant: dict[str, list[str]] = {}
-    for client, columns in statistics.items():
-        for column in columns:
-            if column["rows"] == column["missing"]:
-                absent.setdefault(column["name"], []).append(client)
-            elif column["rows"] > 1 and (
-                column.get("squares") == 0 or len(column.get("levels", ())) == 1
-            ):
-                constant.setdefault(column["name"], []).append(client)
-    told = [
-        f"{name!r} has no value in the training rows of {few(clients)}"
-        for name, clients in absent.items()
-    ]
-    for name, clients in constant.items():
-        whose = "all clients" if len(clients) == len(statistics) else few(clients)
-        told.append(f"{name!r} is constant in those of {whose}")
-    if told:
-        told[0] = f"some say nothing at some clients, and may tell these from others: {told[0]}"
-    return _ten(told)
 
 
 def of_units(statistics: Mapping[str, Any]) -> list[str]:
@@ -93,11 +68,7 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
                     f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
                     "as in another unit"
                 )
-    return _ten(told)
-
-
-def _ten(told: list[str]) -> list[str]:
-    return told[:10] + ([f"and {len(told) - 10} more"] if len(told) > 10 else [])
+    return told[:10] + [f"and {len(told) - 10} more"] * (len(told) > 10)
 
 
 def of_columns(

@@ -2,9 +2,8 @@
 arrays with what is missing.
 """
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -92,7 +91,8 @@ class Table:
         if not is_frame(frame):
             raise TypeError(
                 f"{name} must be a data frame, of pandas or polars say, got "
-                f"{type(frame).__name__}; {_maker(frame)}"
+                f"{type(frame).__name__}; pandas.read_csv(path) reads one, pandas.DataFrame "
+                "makes one of columns, pandas.concat of several"
             )
         self._name, self._frame = name, pandas_of(frame)
         self.columns, self.rows = list(self._frame.columns), len(self._frame)
@@ -155,11 +155,6 @@ def _finite(values: Values) -> Values:
     return values
 
 
-def _exact(values: Any) -> np.ndarray:
-    """Return whole numbers [N] as Python's, None where one is missing."""
-    return np.array([None if v is None else int(v) for v in values], dtype=object)
-
-
 def _declared(values: Values, order: Any) -> Values:
     """Return a column whose type says that it is a category as text, with its levels in their order
     where they have one.
@@ -191,16 +186,6 @@ def pandas_of(frame: Any) -> Any:
     return frame.set_axis([str(column) for column in frame.columns], axis=1)
 
 
-def _maker(value: Any) -> str:
-    """Say what makes a data frame of a value that is none."""
-    several = isinstance(value, Mapping | list | tuple)
-    held = list(value.values() if isinstance(value, Mapping) else value) if several else [value]
-    if not held or not all(isinstance(one, str | os.PathLike) or is_frame(one) for one in held):
-        return "pandas.DataFrame makes one"
-    paths = "" if is_frame(held[0]) else "pandas.read_csv(path) reads one"
-    return ", and ".join(filter(None, (paths, "pandas.concat makes one of several" * several)))
-
-
 def is_frame(value: object) -> bool:
     """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
     interface; one column is none.
@@ -222,7 +207,9 @@ def _of_objects(name: str, values: list[Any]) -> Values:
         return Values(
             name,
             numbers=np.array([np.nan if v is None else float(v) for v in values]),
-            exact=_exact(values) if whole else None,
+            exact=np.array([None if v is None else int(v) for v in values], dtype=object)
+            if whole
+            else None,
         )
     if any(not issubclass(kind, str) for kind in found):
         shown = sorted(kind.__name__ for kind in found)

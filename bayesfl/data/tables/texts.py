@@ -6,17 +6,27 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-DATE = re.compile(
-    # 2026-11-23, 23.11.2026
-    r"((?:19|20)\d{2}([-/.])\d{1,2}(\2\d{1,2})?|\d{1,2}([-/.])\d{1,2}\4\d{2,4}"
-    # 23 Nov 2026, 10:30
-    r"|\d{1,2}[- .]+[^\W\d]{3,9}\.?[- ,]+\d{2,4}|\d{1,2}:\d{2}(:\d{2})?)([ T]|$)"
+OTHER = (
+    (
+        r"-?\d+,\d+",
+        "numbers with commas, as {0!r}: pandas.read_csv(decimal=',') reads them as decimals, "
+        "thousands=',' as thousands",
+    ),
+    # apart by a blank or an apostrophe
+    (
+        r"-?\d{1,3}([ '’])\d{3}(\1\d{3})*",
+        "numbers with thousands apart, as {0!r}: pandas.read_csv(thousands={1!r}) reads them",
+    ),
+    (
+        # 2026-11-23, 23.11.2026
+        r"((?:19|20)\d{2}([-/.])\d{1,2}(\2\d{1,2})?|\d{1,2}([-/.])\d{1,2}\4\d{2,4}"
+        # 23 Nov 2026, 10:30
+        r"|\d{1,2}[- .]+[^\W\d]{3,9}\.?[- ,]+\d{2,4}|\d{1,2}:\d{2}(:\d{2})?)([ T].*)?",
+        "dates as text, as {0!r}: make numbers of it that mean something at prediction, as days "
+        "since an event, leave it out",
+    ),
 )
-"""Beginnings of texts that are dates or times of day."""
-COMMA = re.compile(r"-?\d+,\d+")
-"""A number with a comma."""
-THOUSANDS = re.compile(r"-?\d{1,3}([ '’])\d{3}(\1\d{3})*")
-"""A number with its thousands apart, by a blank or an apostrophe."""
+"""Patterns of texts that stand for something else, and what to do about a column of them."""
 MEASURED = re.compile(r"([$€£¥<>≤≥~]?) ?[-+]?\d[\d.,'’]* ?(\D*)")
 """A number with a sign before it, or a unit or the like behind: 12 %, 5 kg, $3, <5."""
 MOST_LEVELS = 100
@@ -66,8 +76,6 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
 def _other_than_text(texts: Sequence[str]) -> str:
     """Say what texts are instead, and the remedy; '' if they are text."""
     numbers = [text for text in texts if is_number(text)]
-    commas = [text for text in texts if COMMA.fullmatch(text)]
-    dates = [text for text in texts if DATE.match(text)]
     if numbers and 2 * len(numbers) >= len(texts):
         beside = [text for text in texts if text not in numbers]
         others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
@@ -75,17 +83,10 @@ def _other_than_text(texts: Sequence[str]) -> str:
             f"numbers as text, as {numbers[0]!r}{others}: make numbers of it by pandas.to_numeric"
             + ("(errors='coerce')" if beside else "")
         )
-    if commas and 2 * len(commas + numbers) > len(texts):
-        return (
-            f"numbers with commas, as {commas[0]!r}: pandas.read_csv(decimal=',') reads them as "
-            "decimals, thousands=',' as thousands"
-        )
-    apart = [one for one in map(THOUSANDS.fullmatch, texts) if one]
-    if apart and 2 * len(apart + numbers) > len(texts):
-        return (
-            f"numbers with thousands apart, as {apart[0].string!r}: "
-            f"pandas.read_csv(thousands={apart[0][1]!r}) reads them"
-        )
+    for pattern, told in OTHER:
+        found = [one for text in texts if (one := re.fullmatch(pattern, text))]
+        if found and 2 * (len(found) + len(numbers)) > len(texts):
+            return told.format(found[0].string, *found[0].groups())
     measured = [one for one in map(MEASURED.fullmatch, texts) if one and any(one.groups())]
     units = {"".join(one.groups()) for one in measured}
     # Stages as 1a, 1b and 2a are no numbers, of which all have one unit.
@@ -94,11 +95,6 @@ def _other_than_text(texts: Sequence[str]) -> str:
         return (
             f"numbers with {unit!r}, as {measured[0].string!r}: make numbers of it, as "
             f".str.replace({unit!r}, '').astype(float) does"
-        )
-    if 2 * len(dates) > len(texts):
-        return (
-            f"dates as text, as {dates[0]!r}: make numbers of it that mean something at "
-            "prediction, as days since an event, leave it out"
         )
     return ""
 

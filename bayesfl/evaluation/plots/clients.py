@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import check_names
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, literal, new_figure, some, whole
+from bayesfl.evaluation.plots.look import BLUE, INK, finish, literal, new_figure, some, whole
 from bayesfl.evaluation.report import in_prose
 
 if TYPE_CHECKING:
@@ -71,12 +71,10 @@ def labels(
     ax.set_yticks(rows, [names[j] for j in rows])
     crowded = len(columns) * max(map(len, told)) > max(24, 5 * len(columns))
     ax.set_xticks(columns, [told[c] for c in columns], rotation=90 if crowded else 0)
-    ax.set(xlabel="class", title=title or "")
-    clean(ax)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.figure.colorbar(image, ax=ax, label="share of the client's rows", shrink=0.9)
-    return ax
+    return finish(ax, title, xlabel="class")
 
 
 def _white_to_blue() -> "LinearSegmentedColormap":
@@ -121,10 +119,7 @@ def client_curves(
     there = np.isfinite(mean)
     ax.plot(rounds[there], mean[there], color=INK, linewidth=2.4, label="mean over clients")
     whole(ax)
-    ax.set(xlabel="round", ylabel=in_prose(column), title=title or "")
-    clean(ax, grid="both")
-    key(ax)
-    return ax
+    return finish(ax, title, grid="both", legend=True, xlabel="round", ylabel=in_prose(column))
 
 
 @literal

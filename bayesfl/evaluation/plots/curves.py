@@ -12,7 +12,7 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure, whole
+from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure, whole
 from bayesfl.evaluation.report import in_prose, mean_and_error
 
 if TYPE_CHECKING:
@@ -91,11 +91,14 @@ def learning_curves(
             ax.fill_between(common, low, high, color=look["color"], alpha=0.18, linewidth=0)
     if x == "round":
         whole(ax)
-    ax.set(xlabel=in_prose(x), ylabel=in_prose(metric), title=title or "")
-    clean(ax, grid="both")
-    if len(histories) > 1:
-        key(ax)
-    return ax
+    return finish(
+        ax,
+        title,
+        grid="both",
+        legend=len(histories) > 1,
+        xlabel=in_prose(x),
+        ylabel=in_prose(metric),
+    )
 
 
 @literal
@@ -133,17 +136,17 @@ def risk_coverage(
     named = [f"{name} (AURC {curve.aurc:.4f})" for name, curve in curves.items()]
     for curve, look in zip(curves.values(), lines(named), strict=True):
         ax.plot(curve.coverage, curve.risk, linewidth=1.8, **look)
-    ax.set(
+    settled = [float(c.risk[c.coverage >= _SETTLED].max()) for c in curves.values()]
+    return finish(
+        ax,
+        title,
+        grid="both",
+        legend=True,
         xlim=(0, 1),
+        ylim=(0, 1.1 * max(0.001, *settled)),
         xlabel="share of the examples answered",
         ylabel="error rate among the answers",
-        title=title or "",
     )
-    settled = [float(c.risk[c.coverage >= _SETTLED].max()) for c in curves.values()]
-    ax.set_ylim(0, 1.1 * max(1e-3, *settled))
-    clean(ax, grid="both")
-    key(ax)
-    return ax
 
 
 def _headline(columns: Sequence[Sequence[str]]) -> str:

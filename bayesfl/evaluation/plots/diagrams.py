@@ -1,16 +1,13 @@
 """Reliability diagrams: whether a classifier is as sure as it is right."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import names_of_results, predictions
+from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
 
 if TYPE_CHECKING:
@@ -18,19 +15,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OVER: dict[str, Any] = {
-    "facecolor": "#F6CDB2",
+    "color": "#F6CDB2",
     "edgecolor": "#D55E00",
     "hatch": "////",
     "label": "overconfident",
     "gid": "overconfident",
 }
 _UNDER: dict[str, Any] = {
-    "facecolor": "none",
+    "color": "none",
     "edgecolor": "white",
     "hatch": "....",
     "label": "underconfident",
     "gid": "underconfident",
 }
+_Panel: TypeAlias = tuple[ReliabilityBins, str]  # one diagram: its bins, and the numbers above it
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _COLUMNS = 3  # panels in a row, so that they can be read at the width of a page
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
@@ -40,37 +38,24 @@ _PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
 _LINE = 11.0  # points that a line of numbers above a diagram takes
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One diagram: its bins, and the mean of the clients' calibration errors where several are
-    pooled, else None.
+def _panel(probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> _Panel:
+    """Return the bins of one diagram, and the numbers above it: errors as fractions, as in tables,
+    with the mean of the clients' own where several are pooled.
     """
+    found = reliability_bins(probs, labels, mask, bins)
+    if not found.examples:
+        return found, "no examples"
+    own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
+    examples = f"n = {found.examples:,}".replace(",", "\u2009")
+    if len(own) == 1:
+        return found, f"ECE {found.ece:.3f}, {examples}"
+    mean = f"ECE, clients' mean {float(own.mean()):.3f}"
+    return found, f"ECE, pooled {found.ece:.3f}, {examples}\n{mean}"
 
-    bins: ReliabilityBins
-    mean_ece: float | None = None
 
-    @classmethod
-    def of(cls, probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> "_Panel":
-        own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
-        return cls(
-            reliability_bins(probs, labels, mask, bins), float(own.mean()) if len(own) > 1 else None
-        )
-
-    @property
-    def numbers(self) -> str:
-        """Give the numbers above the diagram; errors are fractions, as in tables."""
-        if not self.bins.examples:
-            return "no examples"
-        examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
-        if self.mean_ece is None:
-            return f"ECE {self.bins.ece:.3f}, {examples}"
-        pooled, mean = f"ECE, pooled {self.bins.ece:.3f}", f"ECE, clients' mean {self.mean_ece:.3f}"
-        return f"{pooled}, {examples}\n{mean}"
-
-    @property
-    def height(self) -> float:
-        """Give the height of the numbers, in points."""
-        return _LINE * len(self.numbers.splitlines())
+def _height(numbers: str) -> float:
+    """Return the height of the numbers above a diagram, in points."""
+    return _LINE * len(numbers.splitlines())
 
 
 @literal
@@ -130,20 +115,14 @@ def reliability(
     """
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
-    chosen = None
-    if clients is not None:
-        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue] (an array has it)
-        chosen = [
-            place(client, called)
-            for client in (given if isinstance(given, list | tuple | range) else [given])
-        ]
+    these = None if clients is None else chosen(clients, called)
     if by == "pooled":
-        pooled = _Panel.of(probs, labels, mask if chosen is None else _only(mask, chosen), bins)
+        pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled)
         ax.set_title(title or "")
-        key(ax, _key(), lift=pooled.height)
+        key(ax, _key(), lift=_height(pooled[1]))
         return ax
     if by != "client":
         raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
@@ -152,14 +131,13 @@ def reliability(
             "by='client' makes a figure of its own; leave ax out, or draw one client with "
             "by='pooled', clients=[j], ax=ax"
         )
-    chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if chosen is None else chosen
-    if not chosen:
+    these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
+    if not these:
         raise ValueError("there is no client with examples to draw; check mask")
-    panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]
+    panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [
-        f"client {called[j]}" if names is None and called[j].isdigit() else called[j]
-        for j in chosen
+        f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in these
     ]
     figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
@@ -199,7 +177,7 @@ def reliability_compare(
         raise ValueError(
             "entries is empty: give at least one {method: result or (probs, labels, mask)}"
         )
-    panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
+    panels = [_panel(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(
         panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns
     )[0]
@@ -217,7 +195,7 @@ def _panels(
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
-    tallest = max(int(panel.bins.count.max()) for panel in panels)
+    tallest = max(int(bins.count.max()) for bins, _ in panels)
     axes = np.empty(len(panels), dtype=object)
     for spot, (title, panel) in enumerate(zip(titles, panels, strict=True)):
         line, column = divmod(spot, columns)
@@ -231,7 +209,7 @@ def _panels(
             up=column == 0,
             tallest=tallest,
         )
-        ax.set_title(title, fontsize="medium", pad=panel.height + 6)
+        ax.set_title(title, fontsize="medium", pad=_height(panel[1]) + 6)
     figure.legend(
         handles=_key(),
         loc="outside lower center",
@@ -262,39 +240,41 @@ def _diagram(
         up: Whether to write along the y axes.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
+    from matplotlib.colors import to_rgba
     from scipy.stats import binomtest
 
-    bins = panel.bins
+    bins, numbers = panel
+    few = bins.count < _FEW
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
-    bars = ax.bar(
+    ax.bar(
         left,
         height,
         width,
         align="edge",
-        color=BLUE,
-        edgecolor="white",
+        color=[to_rgba(BLUE, _PALE if one else 0.85) for one in few],
+        edgecolor=[BLUE if one else "white" for one in few],
         linewidth=0.6,
         label="accuracy",
         gid="accuracy",
     )
-    for bar, count in zip(bars, bins.count, strict=True):
-        _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
     for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, _PALE_UNDER)):
-        gaps = ax.bar(
+        # white dots would not show on what is pale
+        own = {
+            "color": [to_rgba(look["color"], _PALE if one else None) for one in few[which]],
+            "edgecolor": [edge if one else look["edgecolor"] for one in few[which]],
+        }
+        ax.bar(
             left[which],
             (high - low)[which],
             width[which],
             bottom=low[which],
             align="edge",
             linewidth=0.6,
-            **look,
+            **look | own,
         )
-        for gap, count in zip(gaps, bins.count[which], strict=True):
-            if count < _FEW:
-                _paint(gap, edge, _PALE)  # white dots would not show on what is pale
     for middle, count, right in zip(
         (left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True
     ):
@@ -311,7 +291,7 @@ def _diagram(
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
     ax.annotate(
-        panel.numbers,
+        numbers,
         (0, 1),
         xycoords="axes fraction",
         xytext=(0, 3),
@@ -342,26 +322,6 @@ def _diagram(
         beneath.set_ylabel("examples\n(log scale)", fontsize="x-small")
 
 
-def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
-    """Return the mask of some clients' examples alone; errors then name clients by their own
-    numbers.
-    """
-    chosen = torch.zeros(len(mask), 1, dtype=torch.bool)
-    chosen[list(clients)] = True
-    return mask & chosen.to(mask.device)
-
-
-def _paint(bar: Any, edge: str, alpha: float) -> None:
-    """Colour a bar's edge and hatch, and make its face, where it has one, as opaque as `alpha`
-    says.
-    """
-    from matplotlib.colors import to_rgba
-
-    face = bar.get_facecolor()
-    bar.set_facecolor((*face[:3], alpha if face[3] else 0.0))
-    bar.set_edgecolor(to_rgba(edge))
-
-
 def _count(ax: "Axes", tallest: int) -> None:
     """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of
     ten as ticks.
@@ -390,7 +350,7 @@ def _key() -> list[Any]:
     return [
         Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         Patch(
-            facecolor=_OVER["facecolor"],
+            facecolor=_OVER["color"],
             edgecolor=_OVER["edgecolor"],
             hatch=_OVER["hatch"],
             linewidth=0.6,

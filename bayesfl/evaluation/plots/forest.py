@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,9 +138,7 @@ def forest(
     ]
     ax.set_yticks(range(len(found)), named)
     ax.set_ylim(len(found) - 0.4, -0.6)  # the first site on top
-    ax.set(xlabel=f"{fit.ratio} of {term}" if ratio else term, title=title or "")
-    clean(ax, grid="x")
-    return ax
+    return finish(ax, title, grid="x", xlabel=f"{fit.ratio} of {term}" if ratio else term)
 
 
 def _told(value: float) -> str:

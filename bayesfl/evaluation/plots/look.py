@@ -123,6 +123,24 @@ def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
         ax.grid(True, axis=grid, color="0.9", linewidth=0.8)
 
 
+def finish(
+    ax: "Axes",
+    title: str | None,
+    *,
+    grid: Literal["both", "x", "y"] | None = None,
+    legend: bool = False,
+    **labels: Any,
+) -> "Axes":
+    """Give axes their title and labels, make them quiet, draw the legend above them, and return
+    them.
+    """
+    ax.set(title=title or "", **labels)
+    clean(ax, grid=grid)
+    if legend:
+        key(ax)
+    return ax
+
+
 def whole(ax: "Axes") -> None:
     """Put whole numbers along the x axis."""
     from matplotlib.ticker import MaxNLocator

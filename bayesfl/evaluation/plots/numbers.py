@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
-from bayesfl.evaluation.plots.inputs import names_of_results
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
+from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, finish, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,11 +64,7 @@ def interval_reliability(
     """
     mean, variance, targets, mask, kind = _predictions(source)
     if clients is not None:
-        called = names_of_results(source, names, len(mask))
-        kept = torch.zeros(len(mask), 1, dtype=torch.bool)
-        given = [clients] if isinstance(clients, int | str) else clients
-        kept[[place(client, called) for client in given]] = True
-        mask = mask & kept
+        mask = only(mask, chosen(clients, names_of_results(source, names, len(mask))))
     if not mask.any():
         raise ValueError("there is no client with examples to draw; check mask")
     targets = targets[..., None] if targets.dim() == mean.dim() - 1 else targets
@@ -113,15 +108,6 @@ def interval_reliability(
     ax.plot(
         LEVELS, together, color=BLUE, marker="o", markersize=3, label="all targets", gid="pooled"
     )
-    ax.set(
-        xlim=(0, 1),
-        ylim=(0, 1),
-        ylabel="share of targets inside",
-        xlabel="probability of the interval",
-        title=title or "",
-    )
-    clean(ax, grid="both")
-    key(ax)
     number = f"n = {count:,}".replace(",", "\u2009")
     ax.text(0.97, 0.04, number, transform=ax.transAxes, ha="right", va="bottom", fontsize="small")
     histogram = pit_histogram(*pooled, bins=bins, distribution=kind)[0].numpy()
@@ -139,7 +125,16 @@ def interval_reliability(
     beneath.axhline(1, linestyle=(0, (4, 3)), color=INK, linewidth=1)
     beneath.set(xlim=(0, 1), xlabel="probability integral transform, P(Y ≤ y)", ylabel="density")
     clean(beneath)
-    return ax
+    return finish(
+        ax,
+        title,
+        grid="both",
+        legend=True,
+        xlim=(0, 1),
+        ylim=(0, 1),
+        ylabel="share of targets inside",
+        xlabel="probability of the interval",
+    )
 
 
 def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:

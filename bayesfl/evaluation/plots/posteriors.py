@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesfl.base.layout import Layout
 from bayesfl.curvature import Curvature
-from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
 
 if TYPE_CHECKING:
@@ -93,10 +93,7 @@ def marginals(
         ax.plot(middle, y, "o", color=colour, markeredgecolor="white", markersize=5, label=label)
     ax.set_yticks(range(len(places)), [names[place] for place in places])
     ax.set_ylim(len(places) - 0.5, -0.5)  # the first weight on top
-    ax.set(xlabel="weight", title=title or "")
-    clean(ax, grid="x")
-    key(ax)
-    return ax
+    return finish(ax, title, grid="x", legend=True, xlabel="weight")
 
 
 @literal

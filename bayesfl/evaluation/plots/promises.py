@@ -3,7 +3,7 @@ the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from bayesfl.evaluation.plots.look import (
     INK,
     OKABE_ITO,
     clean,
-    key,
+    finish,
     lines,
     literal,
     new_figure,
@@ -60,7 +60,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         >>> [ax.get_ylabel() for ax in figure.axes]
         ['coverage', 'set size']
     """
-    named = {"": entries} if isinstance(entries, Audit) else dict(entries)
+    named: dict[str, Any] = {"": entries} if isinstance(entries, Audit) else dict(entries)
     for name, found in named.items():
         if found.held is None or not found.rows.any():
             raise ValueError(
@@ -71,29 +71,25 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
     # The legend of a narrow one has a column alone.
     figure = new_figure((width, 3.9 if width > 5.2 else 4.6))
-    grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
-    uppers, lowers = (
-        [figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))]
-        for line, kind in enumerate(("coverage", "size"))
+    uppers, lowers = figure.subplots(
+        2, len(named), sharex="col", sharey="row", squeeze=False, height_ratios=(3, 1)
     )
-    for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
-        _covered(upper, lower, found, alone=len(named) == 1)
-        upper.set_title(name, fontsize="medium")
-    bottom = min(ax.get_ylim()[0] for ax in uppers)
-    top = 1.08 * max(_largest(found) for found in named.values())
-    for ax, beneath, found in zip(uppers, lowers, named.values(), strict=True):
-        ax.set_ylim(bottom, 1.02)
-        beneath.set_ylim(0, top)
-        _endless(beneath, found, top)
-        ax.tick_params(labelleft=ax is uppers[0])
-        beneath.tick_params(labelleft=beneath is lowers[0])
-    uppers[0].set_ylabel("coverage")
+    # A part of the axis remains where all sizes are 0 or without end.
+    least = 1e-12 if next(iter(named.values())).right is None else 1.0
+    sizes = np.concatenate([found.size for found in named.values()])
+    top = 1.08 * sizes[np.isfinite(sizes)].max(initial=least)
+    lowest = 1.0
+    for (name, found), ax, beneath in zip(named.items(), uppers, lowers, strict=True):
+        lowest = min(lowest, _covered(ax, beneath, found, top, alone=len(named) == 1))
+        ax.set_title(name, fontsize="medium")
+    uppers[0].set(ylim=(max(0.0, lowest - 0.05), 1.02), ylabel="coverage")
+    lowers[0].set_ylim(0, top)
     lowers[0].set_ylabel(
-        "set size" if next(iter(named.values())).right is not None else "width", fontsize="small"
+        "width" if next(iter(named.values())).right is None else "set size", fontsize="small"
     )
     shown = {
         label: handle
-        for ax in (*uppers, *lowers)
+        for ax in figure.axes
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
@@ -194,67 +190,24 @@ def evidence(
             fontsize="small",
         )
     counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
-    ax.set(xlabel=" or ".join(sorted(counted, reverse=True)), ylabel="evidence", title=title or "")
-    if not isinstance(entries, Alarm | Merged):
-        key(ax)
-    clean(ax, grid="y")
-    return ax
-
-
-def _endless(ax: "Axes", found: Audit, top: float) -> None:
-    """Draw hatched bars up to `top` for sizes without end, which are a part of the legend."""
-    assert found.size is not None  # as there are sets
-    place = np.flatnonzero(np.isinf(found.size) & (found.rows > 0))
-    if len(place):
-        ax.bar(
-            place,
-            top,
-            0.6,
-            color="white",
-            edgecolor=GREY,
-            hatch="////",
-            linewidth=0.6,
-            label="width without end",
-            gid="endless",
-        )
-
-
-def _largest(found: Audit) -> float:
-    assert found.size is not None  # as there are sets
-    known = found.size[np.isfinite(found.size)]
-    return (
-        max(float(known.max()), (1.0 if found.right is not None else 1e-12)) if len(known) else 1.0
+    return finish(
+        ax,
+        title,
+        grid="y",
+        legend=not isinstance(entries, Alarm | Merged),
+        xlabel=" or ".join(sorted(counted, reverse=True)),
+        ylabel="evidence",
     )
 
 
-def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:
-    """Draw coverage by unit in `ax`, and mean sizes in `beneath`, with the units' names."""
+def _covered(ax: "Axes", beneath: "Axes", found: Any, top: float, *, alone: bool) -> float:
+    """Draw an audit's coverage by unit in `ax`, with its interval and those below the promise in
+    another colour, and in `beneath` mean sizes, hatched up to `top` where they have no end; return
+    the lowest number drawn in `ax`.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    assert found.level is not None  # as there are sets
     places, units = np.flatnonzero(found.rows > 0), len(found.units)
-    lowest = _shares(ax, found, places)
-    _line(ax, found.level, (4, 3), f"promised: {found.level:g}")
-    worst = found.worst_by_chance
-    _line(ax, worst, (1, 2), "worst by chance" + (f": {worst:.2f}" if alone else ""))
-    _sizes(beneath, found, places)
-    ax.set(xlim=(-0.7, units - 0.3), ylim=(max(0.0, lowest - 0.05), 1.02))
-    beneath.set(xlim=ax.get_xlim(), xlabel=found.by)
-    shown = some(units)
-    ax.set_xticks(shown)
-    ax.tick_params(labelbottom=False)
-    beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
-    beneath.yaxis.set_major_locator(MaxNLocator(integer=found.right is not None, nbins=3))
-    for axes in (ax, beneath):
-        clean(axes, grid="y")
-
-
-def _shares(ax: "Axes", found: Audit, places: np.ndarray) -> float:
-    """Draw the coverage of the units at `places` with its interval, those below the promise in
-    another colour, and return the lowest number drawn.
-    """
-    assert found.held is not None  # as there are sets
-    assert found.coverage is not None
     share, (low, high) = found.coverage[places], found.intervals(found.held)[places].T
     ax.bar(
         places,
@@ -272,24 +225,41 @@ def _shares(ax: "Axes", found: Audit, places: np.ndarray) -> float:
         (below, RED, "D", f"{kind} below the promise"),
     ):
         if which.any():
-            ax.plot(
-                places[which],
-                share[which],
-                marker,
-                color=colour,
-                markersize=4.5,
-                label=label,
-                gid=label,
-            )
+            look: dict[str, Any] = {"color": colour, "markersize": 4.5, "label": label}
+            ax.plot(places[which], share[which], marker, gid=label, **look)
+    worst = "worst by chance" + (f": {found.worst_by_chance:.2f}" if alone else "")
+    for height, dashes, label in (
+        (found.level, (4, 3), f"promised: {found.level:g}"),
+        (found.worst_by_chance, (1, 2), worst),
+    ):
+        ax.axhline(height, linestyle=(0, dashes), color=INK, linewidth=1, label=label)
+    endless = np.isinf(found.size[places])
+    beneath.bar(
+        places,
+        np.where(endless, 0.0, found.size[places]),
+        0.6,
+        color=GREY,
+        edgecolor="white",
+        linewidth=0.6,
+        gid="size",
+    )
+    if endless.any():
+        beneath.bar(
+            places[endless],
+            top,
+            0.6,
+            color="white",
+            edgecolor=GREY,
+            hatch="////",
+            linewidth=0.6,
+            label="width without end",
+            gid="endless",
+        )
+    beneath.set(xlim=(-0.7, units - 0.3), xlabel=found.by)
+    shown = some(units)
+    beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
+    beneath.yaxis.set_major_locator(MaxNLocator(integer=found.right is not None, nbins=3))
+    for axes, label in ((ax, "coverage"), (beneath, "size")):
+        axes.set_label(label)
+        clean(axes, grid="y")
     return min(float(share.min()), float(low.min()))
-
-
-def _line(ax: "Axes", height: float, dashes: tuple[int, int], label: str) -> None:
-    ax.axhline(height, linestyle=(0, dashes), color=INK, linewidth=1, label=label)
-
-
-def _sizes(ax: "Axes", found: Audit, places: np.ndarray) -> None:
-    """Draw the mean sizes of the units at `places`, 0 for those without end."""
-    assert found.size is not None  # as there are sets
-    sizes = np.where(np.isfinite(found.size), found.size, 0.0)[places]
-    ax.bar(places, sizes, 0.6, color=GREY, edgecolor="white", linewidth=0.6, gid="size")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bayesfl.evaluation.history import HEADLINES
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, new_figure
 from bayesfl.evaluation.report import better, in_prose
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def study(
         )
     ax.set_yticks(range(len(found)), list(found))
     ax.set_ylim(len(found) - 0.5, -0.5)  # the first method on top
-    ax.set(xlabel=in_prose(shown), title=title or "")
-    clean(ax, grid="x")
-    return ax
+    return finish(ax, title, grid="x", xlabel=in_prose(shown))
 
 
 @literal
@@ -125,11 +123,11 @@ def paired(
     counted = "" if wins is None else f"{other} better: {int(wins.sum())} of {len(x)}"
     ax.plot(ends, ends, color=INK, linewidth=1, linestyle="--")
     ax.scatter(x, y, s=10 + 50 * n / n.max(), color=BLUE, alpha=0.55, edgecolors="white")
-    ax.set(
+    ax.set_aspect("equal", adjustable="datalim")
+    return finish(
+        ax,
+        counted if title is None else title,
+        grid="both",
         xlabel=f"{in_prose(shown)}, {one}",
         ylabel=f"{in_prose(shown)}, {other}",
-        title=counted if title is None else title,
     )
-    ax.set_aspect("equal", adjustable="datalim")
-    clean(ax, grid="both")
-    return ax

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,8 +46,8 @@ def kaplan_meier(
     ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
     times, survival = found.times.numpy(), found.survival.numpy()
     low, high = (t.numpy() for t in found.interval(level or 0.95))
-    colours = []
-    for place, look in enumerate(lines(found.groups)):
+    looks = list(lines(found.groups))
+    for place, look in enumerate(looks):
         colour, there = look["color"], found.at_risk[place].numpy() > 0
         x = np.concatenate([[0.0], times[there]])
         y = np.concatenate([[1.0], survival[place, there]])
@@ -55,14 +55,11 @@ def kaplan_meier(
         if level is not None:
             below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
             ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)
-        colours.append(colour)
-    ax.set(xlim=(0, None), ylim=(0, 1.02), xlabel="time", ylabel="survival", title=title or "")
-    clean(ax, grid="y")
-    if len(found.groups) > 1:
-        key(ax)
+    ax.set(xlim=(0, None), ylim=(0, 1.02))
     if at_risk:
-        _numbers(ax, found, colours)
-    return ax
+        _numbers(ax, found, [look["color"] for look in looks])
+    several = len(found.groups) > 1
+    return finish(ax, title, grid="y", legend=several, xlabel="time", ylabel="survival")
 
 
 def _numbers(ax: "Axes", found: Any, colours: list[str]) -> None:

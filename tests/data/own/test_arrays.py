@@ -206,23 +206,23 @@ def numbered(n: int) -> TensorDataset:
         (
             [[({"a": torch.zeros(k)}, 0) for k in (2, 3)]],
             {},
-            r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}",
+            r"datasets\[0\] .*item 1 .*'a'.*\[3\].*item 0 .*'a'.*\[2\]",
         ),
         (
             [[({k: torch.zeros(2)}, 0) for k in ("a", "b")]],
             {},
-            r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}",
+            r"datasets\[0\] .*item 1 .*'b'.*\[2\]",
         ),
         (
             [[(torch.zeros(2), 0), (torch.zeros(3), 0)]],
             {},
-            r"datasets\[0\] .*item 1 .*x \[3\].*item 0 .*x \[2\]",
+            r"datasets\[0\] .*item 1 .*'x': \[3\].*item 0 .*'x': \[2\]",
         ),
         ([numbered(3), []], {}, r"datasets\[1\] is empty"),
         (
             [numbered(3)],
             {"test": [numbered(1), numbered(1)]},
-            r"'test' has 2 clients, client_names has 1",
+            r"test must have one data set for each of 1 clients, got 2",
         ),
         ([numbered(3), Flipping()], {}, r"^datasets\[1\] gives other numbers when item \d is read"),
     ],
@@ -382,7 +382,7 @@ def test_your_arrays_are_copied_once():
             lambda xs, ys: from_arrays(xs, [0 * y - 100 for y in ys]),
             r"labels .*'client 0' .*-100 .*leave out",
         ),
-        (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs=3"),
+        (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs="),
         (
             lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"),
             "y holds 20 that .*fractions",

@@ -320,7 +320,8 @@ def test_what_a_folder_may_not_hold(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=words):
             from_datasets(sets, **options)
-    (tmp_path / "rows" / "0.npy").write_bytes((tmp_path / "rows" / "0.npy").read_bytes()[:-8])
+    path = tmp_path / "rows" / "1.npy"
+    path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="mmap length is greater than file size"):
         from_datasets(SETS, **one)
 
