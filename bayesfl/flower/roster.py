@@ -12,9 +12,8 @@ from flwr.serverapp import Grid
 
 from bayesfl.base.targets import Task
 from bayesfl.federation.errors import called
-from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import records
-from bayesfl.flower.post import Failure, Hello
+from bayesfl.flower.post import Failure, Hello, content_of
 
 log = logging.getLogger(__name__)
 NOT_SENT = "not sent"
@@ -117,11 +116,8 @@ class Roster:
         Raises:
             RecordError: The answer is no valid one, or another node or key is bound to that client.
         """
-        key, there = self._there[node], self._there
-        if isinstance(reply, Failure):
-            raise records.RecordError(reply.reason)
-        if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
-            raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
+        key, there, reply = self._there[node], self._there, content_of(reply)
+        records.same_protocol(reply)
         client, n, outputs = (
             records.setting(reply, key, int) for key in ("client", "n", "outputs")
         )

@@ -89,7 +89,7 @@ class EarlyStopping:
         3
     """
 
-    @declared
+    @declared(idle={("keep", "last"): ("folder",)})
     def __init__(
         self,
         column: str,
@@ -99,10 +99,6 @@ class EarlyStopping:
         folder: str | os.PathLike[str] | None = None,
         lowest: bool | None = None,
     ) -> None:
-        if folder is not None and keep == "last":
-            raise ValueError(
-                f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out"
-            )
         self.column, self.patience, self.keep = column, patience, keep
         self._folder, self._lowest = folder, lowest
         self.best: Any = None
@@ -128,14 +124,12 @@ class EarlyStopping:
             )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
-            never = result.settings.evaluate_every is None
-            trained = any(row.get("cohort") for row in history)
-            if never and trained and self.column not in history.columns:
-                raise KeyError(
-                    f"no column {self.column!r}: nothing is measured on the way; pass "
-                    f"evaluate_every=1, or take a column of {history.columns}"
-                )
-            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
+            never = result.settings.evaluate_every is None and any(
+                row.get("cohort") for row in history
+            )
+            if never or any(
+                key.startswith(("personal_", "validation_")) for key in history.columns
+            ):
                 history[self.column]  # names the nearest columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)

@@ -256,7 +256,7 @@ def refusal(algorithm: bf.Algorithm) -> str | None:
     """
     pools = [block.pool for block in algorithm.blocks.values() if block.pool]
     if not pools:
-        return "nothing to protect; leave aggregation out"
+        return "nothing to add up; leave aggregation out"
     for pool in pools:
         if type(pool) is not Mean:
             return "in Mean pools only.*leave aggregation out"
@@ -407,7 +407,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     with pytest.raises(ValueError, match="drawn by ClientPrivacy from its secret"):
         found.took_part(1)
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
-        with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(\)"):
+        with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(variance"):
             found.calibrate(step)
     with pytest.warns(UserWarning, match="by which the result is judged"):
         assert len(found.calibrate(bf.calibration.Bias(split="test")).steps) == 1
