@@ -145,7 +145,7 @@ class Node:
         done = self._worked(order, Stage.TRAIN, order.round + 1, phases)
         views = done.views
         if order.keeps:
-            self._states(order.experiment).forget(
+            self.states(order.experiment).forget(
                 order.round, named=order.named, sessions=order.sessions
             )
         metrics = MetricRecord()
@@ -165,7 +165,7 @@ class Node:
         then on disk.
         """
         self._worked(order, Stage.ADAPT, order.round)
-        self._states(order.experiment).forget_kept()
+        self.states(order.experiment).forget_kept()
         return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
 
     def _worked(self, order: Order, stage: Stage, made: int, phases: int | None = None) -> Done:
@@ -180,7 +180,7 @@ class Node:
             )
         if order.keeps:
             own = {key: done.views[key] for key in received.rows}
-            self._states(order.experiment).write(made, order.sessions[-1], own)
+            self.states(order.experiment).write(made, order.sessions[-1], own)
         return done
 
     def survey(self, order: Order) -> RecordDict:
@@ -259,11 +259,12 @@ class Node:
             Refused: It is no longer in the folder, and the request has no model by which to make
                 it.
         """
-        states = self._states(order.experiment)
-        if (found := states.read_kept(name, made_by)) is None:
+        states = self.states(order.experiment)
+        if (found := states.kept(name, made_by)) is None:
             if not order.whole:
                 raise Refused(f"this client's {name!r} for surveys is no longer in its folder")
-            states.write_kept(name, made_by, found := make())
+            found = make()
+            states.keep(f"survey-{name}", {"made_by": made_by, "predictions": found})
         return found
 
     def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
@@ -362,9 +363,9 @@ class Node:
                 tensors = predicted.predictions.tensors
                 kept = {key: t for key, t in tensors.items() if key not in ("mask", "labels")}
                 content = {"round": order.round, "predictions": kept}
-                self._states(order.experiment).keep("predictions", content)
+                self.states(order.experiment).keep("predictions", content)
         if order.calibrated or not self.calibration:  # the last that is asked about this state
-            self._states(order.experiment).forget_kept()
+            self.states(order.experiment).forget_kept()
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
 
     def _settled(self, order: Order) -> tuple[Fitted, ...]:
@@ -413,7 +414,7 @@ class Node:
             round=order.round,
             steps=steps,
         )
-        folder = self._states(order.experiment).folder
+        folder = self.states(order.experiment).folder
         try:
             made.save(folder)
         except ValueError as error:
@@ -450,11 +451,8 @@ class Node:
         split = self._of_one(name, order)
         return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
 
-    def clean(self, experiment: str) -> None:
-        """Remove temporary files that a killed process of this client has left."""
-        self._states(experiment).clean()
-
-    def _states(self, experiment: str) -> States:
+    def states(self, experiment: str) -> States:
+        """Return what this client keeps in an experiment."""
         return States(self.folder, experiment, self.id, self.name)
 
     def _local(self, order: Order) -> Local:

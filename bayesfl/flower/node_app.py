@@ -117,7 +117,7 @@ def client_app(
     def hello(message: Message, context: Context) -> Message:
         client = here(message, context)
         check(algorithm, client.data)
-        client.clean(records.setting(message.content, "experiment", str))
+        client.states(records.setting(message.content, "experiment", str)).clean()
         train, made = client.data.train, client.data.prepared
         found: dict[str, Any] = {
             "protocol": PROTOCOL,

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, refuse_unknown, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
+from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
@@ -262,11 +263,6 @@ class _Service:
         elif before is not None and settings.rounds:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
-        known = (
-            {}
-            if state is None
-            else {client: name for client, name in enumerate(state.names) if name}
-        )
         agreed = agreement(algorithm, self.calibration)
         hello = {
             "protocol": PROTOCOL,
@@ -281,7 +277,7 @@ class _Service:
             patience=2 * self.timeout + REMIND,
             keys=keys,
             counts=counts,
-            names=known,
+            names={j: name for j, name in enumerate(state.names if state else ()) if name},
         )
         self.network = Connection(self.grid, roster, self.timeout)
         roster.wait(
@@ -414,7 +410,7 @@ class _Service:
                 f"{differing}"
             )
         ((task, count),) = kinds
-        return Outputs("classification" if task == "classification" else "regression", count)
+        return Outputs(cast(Task, task), count)
 
     def _conduct(
         self, state: Deployed, survey: Survey[Any], name: str, before: Mapping[str, Tensors]

@@ -140,20 +140,12 @@ class States:
             if session in ended or (session == present and int(number) <= round):
                 file.unlink(missing_ok=True)
 
-    def write_kept(
-        self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]
-    ) -> None:
-        """Store predictions of a split, by which the client answers surveys, and what made them."""
-        self.keep(f"survey-{split}", {"made_by": made_by, "predictions": tensors})
-
-    def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the stored predictions of a split; None where there are none, or where something
-        else made them.
+    def kept(self, name: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what was kept for surveys under a name, as `made_by` and `predictions`; None where
+        that is nothing, or something else made it.
         """
-        if not (file := self.folder / f"survey-{split}.safetensors").is_file():
-            return None
         with contextlib.suppress(CheckpointError):
-            found = files.read_file(file, files.NODE)
+            found = files.read_file(self.folder / f"survey-{name}.safetensors", files.NODE)
             return found["predictions"] if found["made_by"] == made_by else None
         return None
 

@@ -198,7 +198,7 @@ def test_kept_predictions_that_are_gone(
     """A node whose folder was emptied between two questions says so, and is asked from
     the start.
     """
-    real, gone = node.States.read_kept, []
+    real, gone = node.States.kept, []
 
     def forgets(states: Any, split: str, made_by: Any) -> dict[str, Tensor] | None:
         found = real(states, split, made_by)
@@ -206,7 +206,7 @@ def test_kept_predictions_that_are_gone(
             return gone.append(split)
         return found
 
-    monkeypatch.setattr(node.States, "read_kept", forgets)
+    monkeypatch.setattr(node.States, "kept", forgets)
     found = deploy(method, parted, tmp_path, calibration=STEPS, admission=bf.Admission("skip"))
     assert gone == ["validation"]
     assert "no longer in its folder" in caplog.text

@@ -124,12 +124,14 @@ class EarlyStopping:
             )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
-            never = result.settings.evaluate_every is None and any(
-                row.get("cohort") for row in history
-            )
-            if never or any(
-                key.startswith(("personal_", "validation_")) for key in history.columns
-            ):
+            never = result.settings.evaluate_every is None
+            trained = any(row.get("cohort") for row in history)
+            if never and trained and self.column not in history.columns:
+                raise KeyError(
+                    f"no column {self.column!r}: nothing is measured on the way; pass "
+                    f"evaluate_every=1, or take a column of {history.columns}"
+                )
+            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
                 history[self.column]  # names the nearest columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)

@@ -230,7 +230,6 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
         loaded.audit,
         lambda: other.calibrate(Abstention(risk=0.3)),
         lambda: other.client(0),
-        lambda: loaded.alarm(0),
     ):
         with pytest.raises(ValueError, match="fitted to another way of predicting"):
             read()
