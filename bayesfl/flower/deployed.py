@@ -228,7 +228,9 @@ DEPLOYMENT = files.FileKind(
         "measures": files.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
         "keys": files.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
-        "before": files.optional(files.Entry(asdict, Before.read)),
+        "before": files.Entry(
+            lambda one: one and asdict(one), lambda one: one and Before.read(one)
+        ),
         "calibration": files.Entry(files.described_steps, files.read_steps),
         "after": files.AFTER,
     },

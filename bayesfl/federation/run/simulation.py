@@ -485,7 +485,9 @@ class _Simulation:
                         result = self._evaluate(result, before, local, crew)
                         shown = {measure: f"{result.history[-1][measure]:.3f}"}
                         bar.set_postfix(shown, refresh=False)
-                    self._log(result, measure)
+                    row = result.history[-1]
+                    said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
+                    log.info("round %d of %d: %s", result.round, settings.rounds, ", ".join(said))
                     if self.checkpoint is not None and (
                         result.round % self.every == 0 or result.round == settings.rounds
                     ):
@@ -507,11 +509,6 @@ class _Simulation:
             error.result = result  # type: ignore[attr-defined]
             raise
         return result
-
-    def _log(self, result: Result, measure: str) -> None:
-        row = result.history[-1]
-        said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
-        log.info("round %d of %d: %s", result.round, result.settings.rounds, ", ".join(said))
 
     def _round(
         self, result: Result, local: Local, crew: Crew, evaluates: bool

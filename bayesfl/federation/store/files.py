@@ -154,11 +154,6 @@ def _read_history(found: Mapping[str, Any]) -> History:
     return History(found["rows"], dict(found["absent"]), by_round)
 
 
-def optional(entry: Entry) -> Entry:
-    """Return the entry of a field that may be None."""
-    return Entry(*(lambda value, of=of: None if value is None else of(value) for of in entry))
-
-
 PLAIN = Entry()
 WHOLE = Entry(read=int)
 METHOD = Entry(identity, dict)

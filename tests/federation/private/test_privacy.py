@@ -410,7 +410,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
         with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(variance"):
             found.calibrate(step)
     with pytest.warns(UserWarning, match="by which the result is judged"):
-        assert len(found.calibrate(bf.calibration.Bias(split="test")).steps) == 1
+        assert len(found.calibrate(bf.calibration.Bias(variance=1.0, split="test")).steps) == 1
     tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
     with pytest.raises(ValueError, match="ClientPrivacy does not cover what is asked"):
         privately(tuned, clients, rule)
