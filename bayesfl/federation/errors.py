@@ -45,8 +45,8 @@ class BadClients(RuntimeError):
 
 
 class FailedSurvey(RuntimeError):
-    """An error raised when a survey over a network has begun so often that it is given up, each
-    time for clients that did not answer.
+    """An error raised when a question of a survey over a network has fewer answers than the survey
+    needs, so that it begins again, or is given up.
     """
 
 
@@ -74,11 +74,7 @@ class FailedRound(RuntimeError):
         self.row = row
 
 
-class TooFewClients(FailedRound):
-    """An error raised when fewer clients replied than a round needs."""
-
-
-class SmallCohort(TooFewClients):
+class SmallCohort(FailedRound):
     """An error raised when fewer clients were drawn than a round needs; nobody is asked, and
     another attempt would draw the same cohort.
     """

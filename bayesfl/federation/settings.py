@@ -1,11 +1,12 @@
 """The settings of a run, and the names of its floating-point types."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from bayesfl.base.described import differences, in_words
 from bayesfl.base.options import Count, Natural, Range, declared, typed
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -25,13 +26,10 @@ def check_precision(name: str, dtype: torch.dtype) -> None:
         ValueError: It is neither `torch.float32` nor `torch.float64`.
     """
     if dtype not in DTYPES.values():
-        half = dtype in (torch.float16, torch.bfloat16)
-        remedy = (
-            "; half precision learns nothing here: train in float32, and convert the trained model"
-            if half
-            else ""
+        raise ValueError(
+            f"{name} must be torch.float32 or torch.float64, got {dtype!r}; half precision learns "
+            "nothing here: train in float32, and convert the trained model"
         )
-        raise ValueError(f"{name} must be torch.float32 or torch.float64, got {dtype!r}{remedy}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,11 +78,27 @@ class Settings:
     evaluate_every: Count | None
     aggregation: str = OPEN
 
-    def __post_init__(self) -> None:
-        if self.sampling == "poisson" and self.aggregation == OPEN:
+    def check_goes_on(self, saved: "Settings", done: int, **fixed: tuple[Any, Any]) -> None:
+        """Check that a run can go on under these settings after `done` rounds under others.
+
+        Args:
+            saved: The settings before, of which `rounds` and `evaluate_every` may change.
+            done: Number of rounds done.
+            fixed: What else must stay, as it was and as it is now.
+
+        Raises:
+            ValueError: Another setting has changed, or fewer rounds are wanted than are done.
+        """
+        if self.rounds < done:
             raise ValueError(
-                "sampling='poisson' is what ClientPrivacy does, from its secret; take 'fixed' or "
-                "'bernoulli'"
+                f"rounds counts all rounds, and {done} are already done; got {self.rounds}"
+            )
+        free = {"rounds": self.rounds, "evaluate_every": self.evaluate_every}
+        then, now = ({name: both[at] for name, both in fixed.items()} for at in (0, 1))
+        if apart := differences(vars(saved) | free | then, vars(self) | now):
+            raise ValueError(
+                f"a run that goes on keeps its settings, {in_words(apart)}; pass the saved ones, "
+                "or begin another run, in another folder"
             )
 
     def fixed_size(self, clients: int) -> int:
@@ -163,16 +177,10 @@ def present(device: torch.device | str) -> torch.device:
     """Return the device, with its index.
 
     Raises:
-        ValueError: This machine has no such device, or it is one that holds no numbers.
+        ValueError: This machine has no such device.
     """
     try:
-        found = torch.empty(0, device=device).device
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # Torch raises another one for each kind of absence.
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device {str(device)!r} is absent ({reason}); use device='cpu'"
-        ) from error
-    if found.type == "meta":
-        raise ValueError("device 'meta' holds shapes and no numbers; use device='cpu'")
-    return found
+        raise ValueError(f"device {str(device)!r} is absent ({error}); use device='cpu'") from error

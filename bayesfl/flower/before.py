@@ -3,7 +3,7 @@ earlier runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from bayesfl.base.protocols import View
@@ -37,11 +37,7 @@ class Before:
     places: tuple[Place | None, ...]
     starts: Mapping[str, View]
 
-    def stored(self) -> dict[str, Any]:
-        """Return what a file holds of it."""
-        return {"places": [place and asdict(place) for place in self.places], "starts": self.starts}
-
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Before":
-        """Return what `stored` wrote."""
+        """Return what a file holds."""
         return cls(tuple(one and Place(**one) for one in found["places"]), found["starts"])

@@ -4,15 +4,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from bayesfl.base.archive import CheckpointError
-from bayesfl.base.described import differences, in_words
-from bayesfl.base.options import instance
+from bayesfl.base.files import folder as inside
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import POOLED
@@ -24,11 +24,10 @@ from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
 from bayesfl.federation.run.result import METHODS_START
-from bayesfl.federation.settings import BUILD_METHOD, Settings
+from bayesfl.federation.settings import Method, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Answer, identity, same_method, same_network
 from bayesfl.flower.before import Before, Place
-from bayesfl.flower.states import state_names
 from bayesfl.posteriors.pooled import PooledPosterior
 
 log = logging.getLogger(__name__)
@@ -184,7 +183,8 @@ class Deployed:
         )
 
 
-def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
+@declared
+def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
     """Load a deployed federation: the newest of its checkpoints, or what `Deployed.save` wrote.
 
     Args:
@@ -200,7 +200,6 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
         >>> def read(folder, method):
         ...     return bf.flower.load(folder, method).history
     """
-    instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
     return read_deployed(folder, algorithm)[0]
 
 
@@ -223,14 +222,15 @@ DEPLOYMENT = files.FileKind(
         **dict.fromkeys(("experiment", "began"), files.Entry(read=str)),
         "round": files.WHOLE,
         **dict.fromkeys(
-            ("sessions", "names"), files.Entry(read=lambda found: tuple(map(str, found)))
+            ("sessions", "names", "base"), files.Entry(read=lambda found: tuple(map(str, found)))
         ),
-        "base": files.Entry(read=state_names),
         # JSON makes text of clients' numbers.
         "measures": files.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
         "keys": files.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
-        "before": files.optional(files.Entry(Before.stored, Before.read)),
+        "before": files.Entry(
+            lambda one: one and asdict(one), lambda one: one and Before.read(one)
+        ),
         "calibration": files.Entry(files.described_steps, files.read_steps),
         "after": files.AFTER,
     },
@@ -283,17 +283,12 @@ def opened(
     """
     if start is None:
         return None
-    if not isinstance(start, Deployed | str | os.PathLike):
-        raise TypeError(
-            "start must be a Deployed or the folder of its checkpoints, got "
-            f"{type(start).__name__}; bf.simulate(start=) takes a Result"
-        )
-    if isinstance(start, Deployed):
-        before, found = pooling.trained(algorithm, identity(start.algorithm)), start
-    else:
-        before = pooling.trained(algorithm, files.read(start, DEPLOYMENT)["algorithm"])
-        found = read_deployed(start, before, same=False)[0]
-    same_network("start", identity(found.algorithm), algorithm)
+    given = isinstance(start, Deployed)
+    path = "" if given else inside("start", start)
+    made_with = identity(start.algorithm) if given else files.read(path, DEPLOYMENT)["algorithm"]
+    before = pooling.trained(algorithm, made_with)
+    found = start if given else read_deployed(path, before, same=False)[0]
+    same_network("start", made_with, algorithm)
     check_state(
         "start",
         before,
@@ -382,22 +377,12 @@ def taken_up(
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
     """
-    if settings.rounds < saved.round:
-        raise ValueError(
-            f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}"
-        )
-    then = {
-        **vars(saved.settings),
-        "rounds": settings.rounds,
-        "evaluate_every": settings.evaluate_every,
-        "clients": saved.clients,
-        "dtype": saved.dtype,
-    }
-    if apart := differences(then, {**vars(settings), "clients": clients, "dtype": dtype}):
-        raise ValueError(
-            f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes "
-            "another folder of checkpoints"
-        )
+    settings.check_goes_on(
+        saved.settings,
+        saved.round,
+        clients=(saved.clients, clients),
+        dtype=(saved.dtype, dtype),
+    )
     same = calibration == saved.calibration
     after = saved.after if same else answers_of(saved.answers, saved.algorithm)
     return replace(saved, settings=settings, calibration=calibration, after=after)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import words
 from bayesfl.base.options import instance
-from bayesfl.base.protocols import Tensors
+from bayesfl.base.protocols import Tensors, View
 from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
@@ -142,20 +141,13 @@ class Node:
         """Do a round's local work, and return the reply; the new state is on disk before the reply
         is sent.
         """
-        received, local = self._received(order), self._local(order)
         phases = None if order.sends else kept_phases(self.algorithm)
-        with self.engine.crew(self.device) as crew:
-            (done,) = crew.over(
-                [received],
-                lambda got: local.run(Stage.TRAIN, self._ids, got, order.round, phases=phases),
-            )
+        done = self._worked(order, Stage.TRAIN, order.round + 1, phases)
         views = done.views
         if order.keeps:
-            states = self._states(order.experiment)
-            states.write(
-                order.round + 1, order.sessions[-1], {key: views[key] for key in received.rows}
+            self.states(order.experiment).forget(
+                order.round, named=order.named, sessions=order.sessions
             )
-            states.forget(order.round, named=order.named, sessions=order.sessions)
         metrics = MetricRecord()
         if order.sends and "nll" in done.info:
             metrics["train_nll"] = float(done.info["nll"].double().mean())
@@ -172,16 +164,24 @@ class Node:
         """Run the adaptation of a client that joins a federation trained without it; its state is
         then on disk.
         """
+        self._worked(order, Stage.ADAPT, order.round)
+        self.states(order.experiment).forget_kept()
+        return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
+
+    def _worked(self, order: Order, stage: Stage, made: int, phases: int | None = None) -> Done:
+        """Run the phases of a stage, and write the state after `made` rounds, if the method's
+        clients keep one.
+        """
         local, received = self._local(order), self._received(order)
         with self.engine.crew(self.device) as crew:
             (done,) = crew.over(
-                [received], lambda got: local.run(Stage.ADAPT, self._ids, got, order.round)
+                [received],
+                lambda got: local.run(stage, self._ids, got, order.round, phases=phases),
             )
-        self._states(order.experiment).write(
-            order.round, order.sessions[-1], {key: done.views[key] for key in received.rows}
-        )
-        self._states(order.experiment).forget_kept()
-        return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
+        if order.keeps:
+            own = {key: done.views[key] for key in received.rows}
+            self.states(order.experiment).write(made, order.sessions[-1], own)
+        return done
 
     def survey(self, order: Order) -> RecordDict:
         """Answer a question of a survey by sums over this client's rows; zeros where it
@@ -207,7 +207,8 @@ class Node:
         if order.survey.isdecimal():
             return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
         if reads == "candidates":
-            return self._candidates(order)
+            about: Any = {"round": order.round, "known": order.told}
+            return candidates(*self._finetuned(order), self._split(split, order), **about)
         if reads == "head":
             rows = self._of_head(order, "validation") if self.examples("validation") else None
             return LocalHeads([rows], [self._of_head(order, "train")], self._ids)
@@ -234,25 +235,37 @@ class Node:
             "app to both"
         )
 
-    def _candidates(self, order: Order) -> Any:
-        local, done = self._finetuned(order)
-        split = self._split("validation", order)
-        return candidates(local, done, split, round=order.round, known=order.told)
-
     def _finetuned(self, order: Order) -> tuple[Local, Done]:
         """Return this client's local work, and its outcome after fine-tuning, which is done once
         and kept in its folder.
         """
         local, received = self._local(order), self._received(order)
-        made_by, states = self._made_by(order, "common", "own"), self._states(order.experiment)
-        if self.algorithm.finetune and (views := states.read_kept("views", made_by)) is not None:
-            given = self.algorithm.given(received.common, order.round, order.rounds)
-            views = tree_map(lambda t: t.to(self.device), views)
-            return local, Done(self._ids, given, views, {}, {}, 0, np.zeros(1, bool))
-        done = local.finetuned(self._ids, received, order.round)
-        if self.algorithm.finetune:
-            states.write_kept("views", made_by, done.views)
-        return local, done
+
+        def views() -> View:
+            return local.finetuned(self._ids, received, order.round).views
+
+        made_by = self._made_by(order, "common", "own")
+        found = self._kept(order, "views", made_by, views) if self.algorithm.finetune else views()
+        found = tree_map(lambda t: t.to(self.device), found)
+        given = self.algorithm.given(received.common, order.round, order.rounds)
+        return local, Done(self._ids, given, found, {}, {}, 0, np.zeros(1, bool))
+
+    def _kept(
+        self, order: Order, name: str, made_by: Mapping[str, Any], make: Callable[[], Any]
+    ) -> Any:
+        """Return what this client makes once and keeps in its folder.
+
+        Raises:
+            Refused: It is no longer in the folder, and the request has no model by which to make
+                it.
+        """
+        states = self.states(order.experiment)
+        if (found := states.kept(name, made_by)) is None:
+            if not order.whole:
+                raise Refused(f"this client's {name!r} for surveys is no longer in its folder")
+            found = make()
+            states.keep(f"survey-{name}", {"made_by": made_by, "predictions": found})
+        return found
 
     def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
         """Return by what a client knows what it has kept: digests of these parts of what was sent,
@@ -265,29 +278,14 @@ class Node:
         }
 
     def _of_head(self, order: Order, split: str) -> Rows:
-        """Return what this client's rows in a split say of its last layer; they are computed once,
-        and kept in its folder.
-
-        Raises:
-            Refused: They are no longer in the folder, and the request has no model by which to make
-                them.
-        """
+        """Return what this client's rows in a split say of its last layer, see `_kept`."""
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
         made_by = self._made_by(order, "common", "own") | {"head": rows}
-        states = self._states(order.experiment)
-        if (found := states.read_kept(split, made_by)) is None:
-            self._refuse_lost(order, split)
-            (made,) = last_layers(*self._finetuned(order), self._split(split, order))
-            found = vars(made)
-            states.write_kept(split, made_by, found)
-        return Rows(**found)
 
-    def _refuse_lost(self, order: Order, split: str) -> None:
-        """Refuse a request that has no model by which to make again what is no longer kept."""
-        if not order.whole:
-            raise Refused(
-                f"this client's predictions for its split {split!r} are no longer in its folder"
-            )
+        def make() -> dict[str, Any]:
+            return vars(*last_layers(*self._finetuned(order), self._split(split, order)))
+
+        return Rows(**self._kept(order, split, made_by, make))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
         """Return the first steps of calibration by their surveys' states, with this client's own
@@ -302,13 +300,7 @@ class Node:
         )
 
     def _predicted(self, order: Order, split: str) -> LocalPredictions:
-        """Return what this client knows of itself on a split; predictions are made once, and kept
-        in its folder.
-
-        Raises:
-            Refused: They are no longer in the folder, and the request has no model by which to make
-                them.
-        """
+        """Return what this client knows of itself on a split, see `_kept`."""
         if not self.examples(split):
             smallest = min(
                 (name for name in self.data.splits if self.examples(name)), key=self.examples
@@ -319,35 +311,20 @@ class Node:
             **self._made_by(order, "common", "own", "told"),
             "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
         }
-        states = self._states(order.experiment)
-        if (found := states.read_kept(split, made_by)) is None:
-            self._refuse_lost(order, split)
-            local, done = self._finetuned(order)
-            [[(_, computed)]] = of_chunk(
-                local,
-                done,
-                [self._split(split, order)],
-                round=order.round,
-                draws=None,
-                known=order.told,
-            )
-            found = {
-                "own": {name: t[0].cpu() for name, t in computed.items()},
+
+        def make() -> dict[str, Any]:
+            about: Any = {"round": order.round, "draws": None, "known": order.told}
+            [[(_, own)]] = of_chunk(*self._finetuned(order), [self._split(split, order)], **about)
+            return {
+                "own": {name: t[0].cpu() for name, t in own.items()},
                 "shared": self._by_all(order, split),
             }
-            states.write_kept(split, made_by, found)
-        return self._mine(order, labels, found["own"], found.get("shared"), rows)
 
-    def _mine(
-        self, order: Order, labels: Tensor, own: Any, shared: Any, rows: np.ndarray | None
-    ) -> LocalPredictions:
-        """Return predictions of this client's rows, [n, ...], with what steps of calibration need
-        beside them.
-        """
+        found = self._kept(order, split, made_by, make)
         return LocalPredictions.of_one(
             self.id,
-            own,
-            shared or {},
+            found["own"],
+            found.get("shared", {}),
             {"labels": labels, "likelihood": self.algorithm.likelihood},
             seed=order.seed,
             round=order.round,
@@ -375,35 +352,20 @@ class Node:
         local, done = self._finetuned(order)
         steps = self._settled(order)
         self._keep_model(order, local, done, steps)
-        names = [name for name in PREFIXES if self.examples(name)]
-        parts = of_chunk(
-            local,
-            done,
-            [self._split(name, order) for name in names],
-            round=order.round,
-            draws=None,
-            known=order.told,
-        )
         reply: dict[str, Any] = {}
-        for name, ((_, computed),) in zip(names, parts, strict=True):
-            read = bool(steps) and name == "test"
-            predicted = self._mine(
-                order,
-                self._of_one(name, order).client(0)[1].cpu(),
-                {key: t[0].cpu() for key, t in computed.items()},
-                self._by_all(order, name) if read else None,
-                self._hashed(name, order) if read and any_draws(self.calibration) else None,
-            )
+        for name in filter(self.examples, PREFIXES):
+            predicted = self._predicted(order, name)
             reply[name] = MetricRecord(dict(self._measures(predicted)))
-            if read:
-                predicted = applied(steps, predicted)
-                reply[CALIBRATED] = MetricRecord(dict(self._measures(predicted)))
             if name == "test":
+                if steps:
+                    predicted = applied(steps, predicted)
+                    reply[CALIBRATED] = MetricRecord(dict(self._measures(predicted)))
                 tensors = predicted.predictions.tensors
                 kept = {key: t for key, t in tensors.items() if key not in ("mask", "labels")}
-                self._states(order.experiment).write_predictions(order.round, kept)
+                content = {"round": order.round, "predictions": kept}
+                self.states(order.experiment).keep("predictions", content)
         if order.calibrated or not self.calibration:  # the last that is asked about this state
-            self._states(order.experiment).forget_kept()
+            self.states(order.experiment).forget_kept()
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
 
     def _settled(self, order: Order) -> tuple[Fitted, ...]:
@@ -452,7 +414,7 @@ class Node:
             round=order.round,
             steps=steps,
         )
-        folder = self._states(order.experiment).folder
+        folder = self.states(order.experiment).folder
         try:
             made.save(folder)
         except ValueError as error:
@@ -489,11 +451,8 @@ class Node:
         split = self._of_one(name, order)
         return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
 
-    def clean(self, experiment: str) -> None:
-        """Remove temporary files that a killed process of this client has left."""
-        self._states(experiment).clean()
-
-    def _states(self, experiment: str) -> States:
+    def states(self, experiment: str) -> States:
+        """Return what this client keeps in an experiment."""
         return States(self.folder, experiment, self.id, self.name)
 
     def _local(self, order: Order) -> Local:

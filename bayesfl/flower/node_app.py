@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -116,7 +117,7 @@ def client_app(
     def hello(message: Message, context: Context) -> Message:
         client = here(message, context)
         check(algorithm, client.data)
-        client.clean(records.setting(message.content, "experiment", str))
+        client.states(records.setting(message.content, "experiment", str)).clean()
         train, made = client.data.train, client.data.prepared
         found: dict[str, Any] = {
             "protocol": PROTOCOL,
@@ -139,22 +140,13 @@ def client_app(
         assert found.keys() == HELLO.keys()
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return answered(message, context, Node.train)
-
-    @app.train("adapt")
-    def adapt(message: Message, context: Context) -> Message:
-        return answered(message, context, Node.adapt)
-
-    @app.evaluate("survey")
-    def survey(message: Message, context: Context) -> Message:
-        return answered(message, context, Node.survey)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return answered(message, context, Node.evaluate)
-
+    for registered, work in (
+        (app.train(), Node.train),
+        (app.train("adapt"), Node.adapt),
+        (app.evaluate("survey"), Node.survey),
+        (app.evaluate(), Node.evaluate),
+    ):
+        registered(partial(answered, work=work))
     return app
 
 
@@ -166,14 +158,10 @@ def _same_code(message: Message, agreed: dict[str, Any]) -> None:
     """Check that the server uses the same protocol, and runs the same method and calibration.
 
     Raises:
-        Refused: The protocol, the method or the calibration differs.
+        RecordError: The protocol differs.
+        Refused: The method or the calibration differs.
     """
-    protocol = records.setting(message.content, "protocol", int)
-    if protocol != PROTOCOL:
-        raise Refused(
-            f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same "
-            "version of bayesfl on both"
-        )
+    records.same_protocol(message.content)
     if records.setting(message.content, "algorithm", str) != digest_of(agreed):
         theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
         apart = differences(theirs, json.loads(json.dumps(agreed))) if theirs else {}

@@ -42,6 +42,17 @@ class Failure:
     code: int | None = None
 
 
+def content_of(reply: RecordDict | Failure) -> RecordDict:
+    """Return the records of a reply.
+
+    Raises:
+        RecordError: There is none.
+    """
+    if isinstance(reply, Failure):
+        raise RecordError(reply.reason)
+    return reply
+
+
 def push(
     grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str
 ) -> str | None:

@@ -3,7 +3,7 @@ again where a client of it is lost.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,139 +12,118 @@ import torch
 from flwr.app import RecordDict
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Survey, checked, conduct, summed
+from bayesfl.base.surveys import Survey, conduct, summed
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.flower import records
+from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection
-from bayesfl.flower.post import Failure
+from bayesfl.flower.orders import orders
+from bayesfl.flower.post import content_of
 
 log = logging.getLogger(__name__)
 RESTARTS = 3
 """How often a survey begins again because a client of its cohort did not answer."""
 
 
-class LostClients(RuntimeError):
-    """An error raised when a question has fewer answers than the survey needs."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Questions:
-    """The questions of one server after training.
+    """The questions of one survey, which the server asks after training.
 
-    The first question of a survey brings the model, by which a client predicts once; those that
-    answer are the survey's cohort. Further questions go to them alone, without the model but for
-    surveys of the method's predictor that do not read the last layer alone.
+    The first question brings the model, by which a client predicts once; those that answer are the
+    survey's cohort. Further questions go to them alone, without the model but for surveys of the
+    method's predictor that do not read the last layer alone.
 
     Args:
         network: The connection to the clients.
         admission: Whether a client that does not answer stops the run, and how many answers are
             needed.
-        request: Makes the messages to some clients, as `orders` does of a state.
+        state: The federation.
+        kept: As of `orders`.
+        survey: The survey.
+        name: Its name in messages.
+        before: The last states of the surveys before it, by their names.
+        cohort: The clients that have answered; None before the first question.
     """
 
     network: Connection
     admission: Admission
-    request: Callable[..., Mapping[int, RecordDict]]
+    state: Deployed
+    kept: Collection[tuple[str, ...]]
+    survey: Survey[Any]
+    name: str
+    before: Mapping[str, Tensors]
+    cohort: list[int] | None = None
 
-    def conduct(
-        self, survey: Survey[Any], name: str, outputs: Outputs, before: Mapping[str, Tensors]
-    ) -> Tensors:
-        """Conduct a survey among the clients that have rows in its split, and return its last state
-        at last.
+    def conduct(self, outputs: Outputs) -> Tensors:
+        """Conduct the survey among the clients that have rows in its split, and return its last
+        state.
 
         Args:
-            survey: The survey.
-            name: Its name in messages.
             outputs: What is predicted.
-            before: The last states of the surveys before it, by their names.
 
         Raises:
             ValueError: As by `bayesfl.base.surveys.conduct`.
             BadClients: A client does not answer, or wrongly, and bad clients stop the run.
             FailedSurvey: Clients were lost each of the times that it began.
         """
-        begun = 0
+        what, begun = type(self.survey).__name__, 0
         while True:
             try:
-                return conduct(survey, _Asked(self, survey, name, before), outputs)
-            except LostClients as error:
-                begun += 1
+                return conduct(self.survey, self, outputs)
+            except FailedSurvey as error:
+                begun, self.cohort = begun + 1, None
                 if begun > RESTARTS:
                     raise FailedSurvey(
-                        f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: "
-                        f"{error}; start the server again, with its folder of checkpoints, when "
-                        "the clients are back"
+                        f"{what} is given up after it began {begun} times: {error}; start the "
+                        "server again, with its folder of checkpoints, when the clients are back"
                     ) from error
-                log.warning("%s begins again: %s", type(survey).__name__, error)
-
-
-class _Asked:
-    """Put the questions of a survey that has begun."""
-
-    def __init__(
-        self, questions: Questions, survey: Survey[Any], name: str, before: Mapping[str, Tensors]
-    ) -> None:
-        self._questions, self._survey, self._name, self._before = questions, survey, name, before
-        self._cohort: list[int] | None = None
+                log.warning("%s begins again: %s", what, error)
 
     def __call__(self, state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        network, first = self._questions.network, self._cohort is None
-        if first:
-            network.roster.look(network.grid)
-        asked = (
-            self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
+        """Put a question, and return the sum of the answers."""
+        roster, cohort = self.network.roster, self.cohort
+        if cohort is None:
+            roster.look(self.network.grid)
+        messages = orders(
+            self.state,
+            np.array(roster.having(self.survey.split) if cohort is None else cohort, np.int64),
+            set(),
+            self.kept,
+            tolerant=self.admission.skips,
+            survey=self.name,
+            survey_states={**self.before, self.name: state},
+            # A predictor's survey is made of the model, which a client does not keep; one of heads
+            # is made of what the client keeps.
+            whole=cohort is None or getattr(self.survey, "reads", "head") != "head",
         )
-        # A predictor's survey is made of the model, which a client does not keep; one of heads is
-        # made of what the client keeps.
-        whole = first or getattr(self._survey, "reads", "head") != "head"
-        messages = self._questions.request(
-            np.array(asked, np.int64),
-            survey=self._name,
-            survey_states={**self._before, self._name: state},
-            whole=whole,
-        )
-        found = self._answers(messages, shapes)
-        least = self._questions.admission.min_clients
-        if first and len(found) < least:
-            raise LostClients(f"{len(found)} clients answered and {least} are needed (min_clients)")
-        if missing := [
-            network.roster.called(client) for client in self._cohort or () if client not in found
-        ]:
-            raise LostClients(f"{', '.join(missing)} did not answer a further question")
-        self._cohort = sorted(found)
-        return summed(
-            np.array(self._cohort),
-            {
-                name: torch.stack([found[client][name] for client in self._cohort])
-                for name in shapes
-            },
-        )
+        found, least = self._answers(messages, shapes), self.admission.min_clients
+        if cohort is None and len(found) < least:
+            raise FailedSurvey(
+                f"{len(found)} clients answered and {least} are needed (min_clients)"
+            )
+        if missing := [roster.called(client) for client in cohort or () if client not in found]:
+            raise FailedSurvey(f"{', '.join(missing)} did not answer a further question")
+        self.cohort = sorted(found)
+        stacked = {
+            name: torch.stack([found[client][name] for client in self.cohort]) for name in shapes
+        }
+        return summed(np.array(self.cohort), stacked)
 
     def _answers(
         self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[int, Tensors]:
         """Return the answers by client; of clients without one say why."""
-        out, network = {}, self._questions.network
-        most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
-        for client, reply in network.ask("evaluate.survey", messages, group=f"survey-{self._name}"):
+        out = {}
+        for client, reply in self.network.ask(
+            "evaluate.survey", messages, group=f"survey-{self.name}"
+        ):
             try:
-                if isinstance(reply, Failure):
-                    raise records.RecordError(reply.reason)
-                tensors = records.unpack(
-                    reply, "answer", records.setting(reply, "digest", str), most=most
-                )
-                out[client] = checked(tensors, shapes, "its answer")
+                out[client] = records.answer(content_of(reply), shapes)
             except ValueError as error:
-                if not self._questions.admission.skips:
-                    raise BadClients(
-                        f"{network.roster.called(client)} has no part in a survey: {error}"
-                    ) from error
-                log.warning(
-                    "%s has no part in %s: %s",
-                    network.roster.called(client),
-                    type(self._survey).__name__,
-                    error,
-                )
+                who = self.network.roster.called(client)
+                if not self.admission.skips:
+                    raise BadClients(f"{who} has no part in a survey: {error}") from error
+                log.warning("%s has no part in %s: %s", who, type(self.survey).__name__, error)
         return out

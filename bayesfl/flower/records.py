@@ -16,9 +16,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bayesfl.base.options import AT_LEAST_0, Range
+from bayesfl.base.surveys import checked
 from bayesfl.base.trees import detached
 from bayesfl.evaluation.own_measures import NAME
-from bayesfl.federation.rounds.admission import Declared
+from bayesfl.federation.rounds.admission import PROTOCOL, Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
@@ -102,6 +103,17 @@ def unpack(
         raise RecordError(f"record {name!r} holds no tensors: {error}") from error
 
 
+def answer(content: RecordDict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return an answer to a question of a survey, by the shapes that were asked for.
+
+    Raises:
+        ValueError: It is malformed, or of another form.
+    """
+    most = most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
+    found = unpack(content, "answer", setting(content, "digest", str), most=most)
+    return checked(found, shapes, "its answer")
+
+
 def most_bytes(declared: Declared) -> int:
     """Return how many bytes a record of declared tensors may have."""
     tensors = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
@@ -142,6 +154,19 @@ def measure(content: RecordDict, record: str, name: str) -> float | None:
     found = content.get(record)
     value = found.get(name) if isinstance(found, MetricRecord) else None
     return value if isinstance(value, float) and value in MEASURES.get(name, ANY) else None
+
+
+def same_protocol(content: RecordDict) -> None:
+    """Check the protocol that a message states.
+
+    Raises:
+        RecordError: It is another than that of this code.
+    """
+    if (theirs := setting(content, "protocol", int)) != PROTOCOL:
+        raise RecordError(
+            f"the message is of protocol {theirs}, and this code speaks protocol {PROTOCOL}; "
+            "install the same version of bayesfl on the server and all nodes"
+        )
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

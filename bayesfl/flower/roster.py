@@ -4,17 +4,15 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from bayesfl.base.targets import Task
 from bayesfl.federation.errors import called
-from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import records
-from bayesfl.flower.post import Failure, Hello
+from bayesfl.flower.post import Failure, Hello, content_of
 
 log = logging.getLogger(__name__)
 NOT_SENT = "not sent"
@@ -117,11 +115,8 @@ class Roster:
         Raises:
             RecordError: The answer is no valid one, or another node or key is bound to that client.
         """
-        key, there = self._there[node], self._there
-        if isinstance(reply, Failure):
-            raise records.RecordError(reply.reason)
-        if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
-            raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
+        key, there, reply = self._there[node], self._there, content_of(reply)
+        records.same_protocol(reply)
         client, n, outputs = (
             records.setting(reply, key, int) for key in ("client", "n", "outputs")
         )
@@ -139,10 +134,6 @@ class Roster:
             raise records.RecordError(
                 f"client {client} was called {known!r}, and its data call it {name!r} now; start "
                 "each node with the client-id and the data that it had, or start a new experiment"
-            )
-        if task not in get_args(Task):
-            raise records.RecordError(
-                f"client {client} says that its task is {task!r}, which is none of {get_args(Task)}"
             )
         if n < 1:
             raise records.RecordError(f"client {client} says that it has {n} training examples")

@@ -7,19 +7,20 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, refuse_unknown, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
+from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
@@ -27,14 +28,14 @@ from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.after import Known, answered, answers_of
 from bayesfl.federation.clients.predict import value_of
-from bayesfl.federation.clients.tuning import needs_validation, no_validation
+from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.errors import FailedRound, FailedSurvey
 from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback, EarlyStopping
-from bayesfl.federation.run.calling import check_callbacks, ended, finished, over
+from bayesfl.federation.run.calling import check_callbacks, ended, finished
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
@@ -185,7 +186,7 @@ def serve(
     with files.claimed(checkpoint):
         run = _Service(grid, admission, timeout, checkpoint, every, on_round, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)
-        stopped = over(on_round, state)
+        stopped = bool(state.round) and ended(on_round, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
             stopped = ended(on_round, state)
@@ -262,11 +263,6 @@ class _Service:
         elif before is not None and settings.rounds:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
-        known = (
-            {}
-            if state is None
-            else {client: name for client, name in enumerate(state.names) if name}
-        )
         agreed = agreement(algorithm, self.calibration)
         hello = {
             "protocol": PROTOCOL,
@@ -281,7 +277,7 @@ class _Service:
             patience=2 * self.timeout + REMIND,
             keys=keys,
             counts=counts,
-            names=known,
+            names={j: name for j, name in enumerate(state.names if state else ()) if name},
         )
         self.network = Connection(self.grid, roster, self.timeout)
         roster.wait(
@@ -311,8 +307,7 @@ class _Service:
             OpenRun(algorithm, settings, clients, self.admission.min_clients),
             names,
         )
-        if needs_validation(algorithm) and not roster.having("validation"):
-            raise ValueError(no_validation(algorithm, "no client has any: give them some"))
+        check_tunable(algorithm, roster.having("validation"), "no client has any: give them some")
         self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
@@ -328,12 +323,15 @@ class _Service:
         """Return the `base` of each state that may be asked for again: of checkpoints, and of the
         best states that callbacks keep.
         """
-        named = list(self.kept.values())
-        for callback in self.callbacks:
-            best = getattr(callback, "best", None)
-            if isinstance(best, Deployed) and best.experiment == state.experiment:
-                named.append(best.base)
-        return named
+        best = [getattr(callback, "best", None) for callback in self.callbacks]
+        return [
+            *self.kept.values(),
+            *(
+                one.base
+                for one in best
+                if isinstance(one, Deployed) and one.experiment == state.experiment
+            ),
+        ]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does
@@ -358,24 +356,13 @@ class _Service:
             server, row, absent = run_round(
                 self.rules, state.server, state.round, state.history, journey, attempt=attempt
             )
-            made = replace(
-                state,
-                round=state.round + 1,
-                server=server,
-                base=journey.base,
-                after=(),
-            )
-            return made, row, absent
+            return replace(state, server=server, base=journey.base), row, absent
 
-        tried = attempts(self.admission, once)
+        tried, number = attempts(self.admission, once), state.round + 1
         if isinstance(tried, FailedRound):
-            tried = (
-                replace(state, round=state.round + 1, after=()),
-                {"round": state.round + 1, "cohort": 0, **tried.row},
-                [],
-            )
+            tried = state, {"round": number, "cohort": 0, **tried.row}, []
         made, row, absent = tried
-        made = replace(made, names=self.network.roster.everyone())
+        made = replace(made, round=number, after=(), names=self.network.roster.everyone())
         made.history.append(row, absent)
         log.info(
             "round %d of %d: %s",
@@ -423,20 +410,14 @@ class _Service:
                 f"{differing}"
             )
         ((task, count),) = kinds
-        return Outputs("classification" if task == "classification" else "regression", count)
+        return Outputs(cast(Task, task), count)
 
-    def _questions(self, state: Deployed) -> Questions:
-        def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
-            return orders(
-                state,
-                ids,
-                set(),
-                self._named(state),
-                tolerant=self.admission.skips,
-                **asked,
-            )
-
-        return Questions(self.network, self.admission, request)
+    def _conduct(
+        self, state: Deployed, survey: Survey[Any], name: str, before: Mapping[str, Tensors]
+    ) -> Tensors:
+        """Return the last state of a survey, see `Questions`."""
+        asked = self.network, self.admission, state, self._named(state)
+        return Questions(*asked, survey, name, before).conduct(self._outputs(state))
 
     def calibrate(self, state: Deployed) -> Deployed:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is
@@ -445,10 +426,9 @@ class _Service:
         done: list[Fitted] = []
         try:
             state = self._answered(state)
-            questions = self._questions(state)
             for place, step in enumerate(self.calibration):
                 states = {str(at): one.state for at, one in enumerate(done)}
-                found = questions.conduct(step, str(place), self._outputs(state), states)
+                found = self._conduct(state, step, str(place), states)
                 done.append(Fitted(step, found, {}, reading(state.algorithm)))
         except (FailedSurvey, ValueError) as error:
             log.error("nothing is calibrated: %s", error)
@@ -465,8 +445,8 @@ class _Service:
         """
 
         def conduct(name: str, survey: Survey[Any], known: Known) -> Tensors:
-            asked = self._questions(replace(state, after=answers_of(known, state.algorithm)))
-            return asked.conduct(survey, name, self._outputs(state), {})
+            told = replace(state, after=answers_of(known, state.algorithm))
+            return self._conduct(told, survey, name, {})
 
         known = answered(state.algorithm, state.server, state.answers, conduct)
         return replace(state, after=(*answers_of(known, state.algorithm), *state.steps))
@@ -503,8 +483,9 @@ class _Service:
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
             split = CALIBRATED if state.steps else "test"
-            own = records.measures(reply, split) if _shares(reply) else {}
-            if own:
+            said = reply.get("config")
+            shares = isinstance(said, ConfigRecord) and said.get("share") is True
+            if shares and (own := records.measures(reply, split)):
                 each[client] = own
         if found:
             if not state.history.rows:
@@ -532,11 +513,3 @@ class _Service:
             {**vars(state), "keys": roster.keys, "counts": roster.counts},
         )
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
-
-
-def _shares(reply: RecordDict) -> bool:
-    """Say whether a client agrees that its measures are kept as such."""
-    try:
-        return records.setting(reply, "share", bool)
-    except records.RecordError:
-        return False

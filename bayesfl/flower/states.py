@@ -13,11 +13,9 @@ never mistaken for work of the present one.
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import remove_leftovers
@@ -50,18 +48,6 @@ def state_name(round: int, session: str) -> str:
             f"{name!r}"
         )
     return name
-
-
-def state_names(found: Iterable[str]) -> tuple[str, ...]:
-    """Return names of states that a file has, which name files on nodes; empty text for the initial
-    one.
-
-    Raises:
-        ValueError: One is no such name.
-    """
-    if bad := [name for name in found if name and not STATE_NAME.fullmatch(name)]:
-        raise ValueError(f"base must name a state of each client, got {bad[0]!r}")
-    return tuple(found)
 
 
 class States:
@@ -105,7 +91,7 @@ class States:
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
         """Store the state after `round` rounds, completely or not at all."""
-        self._keep(f"state-{state_name(round, session)}", {"client": self._name, "rows": rows})
+        self.keep(f"state-{state_name(round, session)}", {"client": self._name, "rows": rows})
 
     def read(self, name: str, *, now: str) -> dict[str, Any]:
         """Return the state of that name.
@@ -154,26 +140,15 @@ class States:
             if session in ended or (session == present and int(number) <= round):
                 file.unlink(missing_ok=True)
 
-    def write_predictions(self, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Store the predictions of the personal model after `round` rounds."""
-        self._keep("predictions", {"round": round, "predictions": tensors})
-
-    def write_kept(
-        self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]
-    ) -> None:
-        """Store predictions of a split, by which the client answers surveys, and what made them."""
-        self._keep(f"survey-{split}", {"made_by": made_by, "predictions": tensors})
-
-    def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the stored predictions of a split; None where there are none, or where something
-        else made them.
+    def kept(self, name: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what was kept for surveys under a name, as `made_by` and `predictions`; None where
+        that is nothing, or something else made it.
         """
-        if not (file := self.folder / f"survey-{split}.safetensors").is_file():
-            return None
         with contextlib.suppress(CheckpointError):
-            found = files.read_file(file, files.NODE)
+            found = files.read_file(self.folder / f"survey-{name}.safetensors", files.NODE)
             return found["predictions"] if found["made_by"] == made_by else None
         return None
 
-    def _keep(self, name: str, content: Mapping[str, Any]) -> None:
+    def keep(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a file of that name, completely or not at all."""
         files.write(self.folder, files.NODE, content, file=f"{name}.safetensors")

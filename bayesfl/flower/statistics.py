@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, PerClient, Survey, checked, summed
+from bayesfl.base.surveys import Ask, PerClient, Survey, summed
 from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
@@ -97,7 +97,7 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
     @app.query()
     def hello(message: Message, context: Context) -> Message:
         def work(tables: Tables, ledger: Ledger) -> RecordDict:
-            _same_protocol(message.content)
+            records.same_protocol(message.content)
             (name,) = tables.names
             terms, offset = wire.written(tables.terms), tables.offset or ""
             told = {"terms": terms, "offset": offset, "weighing": tables.weighing}
@@ -153,7 +153,7 @@ def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
     Raises:
         RecordError: It is none that this version knows.
     """
-    _same_protocol(content)
+    records.same_protocol(content)
     try:
         survey = wire.read(records.setting(content, "survey", str))
     except ValueError as error:
@@ -187,14 +187,6 @@ def _quoted(value: Any) -> Any:
     """Return a value, text that begins as a formula of a spreadsheet after an apostrophe."""
     formula = isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@")
     return f"'{value}" if formula else value
-
-
-def _same_protocol(content: RecordDict) -> None:
-    if (theirs := records.setting(content, "protocol", int)) != PROTOCOL:
-        raise records.RecordError(
-            f"it speaks protocol {PROTOCOL} and the server {theirs}; install the same version of "
-            "bayesfl on both"
-        )
 
 
 def _config(**settings: Any) -> RecordDict:
@@ -397,10 +389,7 @@ def _answer(
     Raises:
         ValueError: It has none, or one of another form than was asked for.
     """
-    content = _told(reply)
-    most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
-    digest = records.setting(content, "digest", str)
-    found = checked(records.unpack(content, "answer", digest, most=most), shapes, "its answer")
+    found = records.answer(_told(reply), shapes)
     for name, shape in shapes.items():
         if isinstance(shape, PerClient):
             found[name] = shape.own(found[name], place)
@@ -418,8 +407,7 @@ def _told(reply: RecordDict | Failure) -> RecordDict:
         _Refused: The site's policy refuses one.
         RecordError: It is none for another reason, and says which.
     """
-    if isinstance(reply, Failure):
-        raise records.RecordError(reply.reason)
+    reply = post.content_of(reply)
     config = records.config(reply)
     if "refused" in config:
         raise _Refused(records.setting(reply, "refused", str)[:LONGEST])

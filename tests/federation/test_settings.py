@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.federation.settings import Settings, present
+from bayesfl.federation.settings import Settings
 
 SETTINGS = {
     "rounds": 100,
@@ -107,11 +107,3 @@ def test_an_absent_device_is_named(clients, model):
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ValueError, match=r"'cuda' is absent.*device='cpu'"):
         bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, device="cuda")
-
-
-def test_a_device_without_numbers_is_refused():
-    """Torch has it everywhere, for shapes alone."""
-    with pytest.raises(
-        ValueError, match=r"device 'meta' holds shapes and no numbers; use device='cpu'"
-    ):
-        present("meta")

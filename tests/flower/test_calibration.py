@@ -147,8 +147,7 @@ def test_a_client_predicts_once(
     monkeypatch.setattr(node, "of_chunk", counted)
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
     deploy(method, parted, tmp_path, grid, calibration=STEPS)
-    # For the surveys, then to be measured.
-    names = ("validation", "calibration", "test", "validation")
+    names = ("validation", "calibration", "test")
     assert sorted(made) == sorted(int(n) for name in names for n in parted.splits[name].counts)
     whole = [asked(message, "whole") for message in surveys(grid)]
     assert sum(whole) == 3 * 4 < len(whole)  # three surveys ask, of four clients each
@@ -199,7 +198,7 @@ def test_kept_predictions_that_are_gone(
     """A node whose folder was emptied between two questions says so, and is asked from
     the start.
     """
-    real, gone = node.States.read_kept, []
+    real, gone = node.States.kept, []
 
     def forgets(states: Any, split: str, made_by: Any) -> dict[str, Tensor] | None:
         found = real(states, split, made_by)
@@ -207,7 +206,7 @@ def test_kept_predictions_that_are_gone(
             return gone.append(split)
         return found
 
-    monkeypatch.setattr(node.States, "read_kept", forgets)
+    monkeypatch.setattr(node.States, "kept", forgets)
     found = deploy(method, parted, tmp_path, calibration=STEPS, admission=bf.Admission("skip"))
     assert gone == ["validation"]
     assert "no longer in its folder" in caplog.text

@@ -96,14 +96,15 @@ def test_kept_predictions_are_of_what_made_them(tmp_path: Path):
     """Those of another model, or of other rows, are made anew; so are damaged ones."""
     states = States(tmp_path, "run", 0)
     made_by = {"model": ["a", "b"], "run": [3, 0, "torch.float32", False, None]}
-    states.write_kept("validation", made_by, {"own": {"probs": torch.ones(1, 2, 3)}})
-    kept = states.read_kept("validation", made_by)
+    kept = {"own": {"probs": torch.ones(1, 2, 3)}}
+    states.keep("survey-validation", {"made_by": made_by, "predictions": kept})
+    kept = states.kept("validation", made_by)
     assert kept is not None
     assert torch.equal(kept["own"]["probs"], torch.ones(1, 2, 3))
-    assert states.read_kept("validation", {**made_by, "model": ["a", "c"]}) is None
-    assert states.read_kept("calibration", made_by) is None
+    assert states.kept("validation", {**made_by, "model": ["a", "c"]}) is None
+    assert states.kept("calibration", made_by) is None
     (file,) = states.folder.glob("survey-*")
     file.write_bytes(file.read_bytes()[:-3])
-    assert states.read_kept("validation", made_by) is None
+    assert states.kept("validation", made_by) is None
     states.clean()
     assert not file.exists()

@@ -4,14 +4,14 @@ the other, however they are asked.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Tensors
-from bayesfl.base.surveys import Survey, answers, conduct
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
@@ -19,7 +19,7 @@ from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.asking import LocalRows, ask
 from bayesfl.federation.clients.local import Done, Local, State
-from bayesfl.federation.clients.surveying import Adder, added, ask_here, asked
+from bayesfl.federation.clients.surveying import Adder, ask_here, asked
 from bayesfl.federation.store.identity import Answer, reading
 from bayesfl.posteriors.heads import LocalHeads, Rows
 
@@ -98,6 +98,12 @@ def last_layers(local: Local, done: Done, split: ClientData | None) -> list[Rows
     ]
 
 
+def heads(local: Local, done: Done, splits: Mapping[str, ClientData]) -> LocalHeads:
+    """Return what a chunk's clients know of their last layers."""
+    rows, train = (last_layers(local, done, splits.get(name)) for name in ("validation", "train"))
+    return LocalHeads(rows, train, done.ids)  # pyright: ignore[reportArgumentType] (all have training rows)
+
+
 @dataclass(frozen=True)
 class Here:
     """Put surveys to clients that are all on this machine.
@@ -122,45 +128,28 @@ class Here:
         """Return a survey's last state, see `Conduct`."""
         split, outputs = asked(survey, self.data.splits), Outputs(self.data.task, self.data.outputs)
         reads = getattr(survey, "reads", "rows")
-        if reads == "candidates":
-            return conduct(survey, self._by_chunk(survey, known), outputs)
-        if reads == "head":
-            return conduct(survey, ask_here(survey, self._heads(), self.aggregation), outputs)
         if reads == "rows":
             rows = LocalRows(split, np.arange(split.clients))
             return conduct(survey, ask(survey, rows, self.aggregation), outputs)
-        (found,) = predict.personal(
-            self.local, self.state, [split], self.crew, known=known, ids=self.ids
-        )
+        if reads == "predictions":
+            (found,) = predict.personal(
+                self.local, self.state, [split], self.crew, known=known, ids=self.ids
+            )
+        elif reads == "candidates":
+            about: Any = {"round": self.state.round, "known": known}
+            found = self._known(
+                lambda done: tuning.candidates(self.local, done, split, **about), self.ids
+            )
+        else:  # a prior of heads is made of all clients' rows
+            found = self._known(lambda done: heads(self.local, done, self.data.splits), None)
         return conduct(survey, ask_here(survey, found, self.aggregation), outputs)
 
-    def _by_chunk(
-        self, survey: Survey[Any], known: Known
-    ) -> Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]:
-        """Return how a question about candidates is put, chunk by chunk."""
+    def _known(self, of_chunk: Callable[[Done], Any], ids: np.ndarray | None) -> Any:
+        """Return what clients know of themselves, which is made chunk by chunk."""
 
-        def ask(so_far: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
-                local, state = self.local, self.state
-                done = state.finetuned(local, ids)
-                split = self.data.splits[survey.split]
-                own = tuning.candidates(local, done, split, round=state.round, known=known)
-                return ids, answers(survey, so_far, own, shapes)
+        def work(some: np.ndarray) -> Any:
+            return of_chunk(self.state.finetuned(self.local, some))
 
-            parts = list(self.crew.over(self.local.chunked(self.ids), work))
-            found = {name: torch.cat([own[name] for _, own in parts]) for name in shapes}
-            return added(np.concatenate([ids for ids, _ in parts]), found, self.aggregation)
-
-        return ask
-
-    def _heads(self) -> LocalHeads:
-        """Return what all clients know of their last layers."""
-
-        def work(ids: np.ndarray) -> tuple[np.ndarray, list[list[Any]]]:
-            done = self.state.finetuned(self.local, ids)
-            splits = (self.data.splits.get("validation"), self.data.train)
-            return ids, [last_layers(self.local, done, split) for split in splits]
-
-        parts = list(self.crew.over(self.local.chunked(), work))
-        rows, train = ([one for _, of in parts for one in of[split]] for split in range(2))
-        return LocalHeads(rows, train, np.concatenate([ids for ids, _ in parts]))
+        parts = list(self.crew.over(self.local.chunked(ids), work))
+        *known, chunks = zip(*(vars(part).values() for part in parts), strict=True)
+        return type(parts[0])(*(list(chain(*one)) for one in known), np.concatenate(chunks))

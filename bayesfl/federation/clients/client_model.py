@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, digest_of_tensors
@@ -133,7 +135,7 @@ class ClientModel:
         held = {of.name: getattr(self, of.name) for of in fields(self)}
         if isinstance(self._rule, StoredPredictor):
             held |= {"predictor": None, "stored": self._stored}
-        return _again, (held,)
+        return ClientModel, tuple(held.values())
 
     def __repr__(self) -> str:
         how = ", at the means" if self.plug_in else ""
@@ -472,10 +474,10 @@ class ClientModel:
                 cannot be stored, or takes more than `LARGEST_TENSOR` bytes; or `plug_in` is True
                 and the model is calibrated, or one of its steps is none of bayesfl's.
         """
-        plug_in = plug_in or self.plug_in
-        surveying.check_reading(replace(self, plug_in=plug_in))
+        made = replace(self, plug_in=True) if plug_in else self
+        surveying.check_reading(made)
         try:
-            stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
+            stored = made._stored
         except MemoryError as error:
             raise ValueError(
                 f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to "
@@ -484,8 +486,7 @@ class ClientModel:
         # A file's own time is lost where it is copied.
         written = datetime.now(UTC).isoformat(timespec="microseconds")
         content = {
-            **vars(self),
-            "plug_in": plug_in,
+            **vars(made),
             "stored": stored,
             "written": written,
             "predicting": predicting(self.algorithm),
@@ -585,13 +586,11 @@ def client_model(
             "rows, and this result was loaded without the data, which have it; bf.load(path, "
             "algorithm, clients) loads it with them"
         )
-    compared = compares(one.step for one in steps)
     common = (
-        predict.common_view(algorithm, given if server is None else server) if compared else None
+        predict.common_view(algorithm, given if server is None else server)
+        if compares(one.step for one in steps)
+        else None
     )
-    common = {
-        block: {key: t.clone() for key, t in of.items()} for block, of in (common or {}).items()
-    }
     return ClientModel(
         algorithm,
         name,
@@ -603,7 +602,7 @@ def client_model(
         value=predict.value_of(algorithm, known),
         predictor=predictor,
         steps=steps,
-        common=common,
+        common=tree_map(torch.clone, common or {}),
     )
 
 
@@ -618,11 +617,6 @@ def needs_data(algorithm: Algorithm) -> bool:
 def needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
-
-
-def _again(held: dict[str, Any]) -> ClientModel:
-    """Return the model that was pickled with these fields."""
-    return ClientModel(**held)
 
 
 @suggests
@@ -677,7 +671,13 @@ def load_client(
         algorithm = servers(algorithm, rule_of(predicts))
         same_method(repr(str(file)), known, algorithm)
     else:
-        algorithm = _alone(file, known, predicts, algorithm)
+        if "needs" in predicts:
+            raise CheckpointError(
+                f"{str(file)!r} needs the method that made it: a file holds no code, and "
+                f"{predicts['needs']} has part in its predictions"
+            )
+        algorithm = predictor_of(predicts, algorithm)
+        same_network(repr(str(file)), known, algorithm)
         # The file's method said it in other words.
         found["steps"] = tuple(replace(one, reading=None) for one in found["steps"])
     apart = differences({"transform": schema.transform}, {"transform": described(transform)})
@@ -689,20 +689,6 @@ def load_client(
     return ClientModel(algorithm, **found, schema=replace(schema, transform=transform))
 
 
-def _alone(
-    file: Path, known: Mapping[str, Any], predicts: Mapping[str, Any], model: nn.Module
-) -> Algorithm:
-    """Return a method that predicts as a file says, of the network that made it."""
-    if "needs" in predicts:
-        raise CheckpointError(
-            f"{str(file)!r} needs the method that made it: a file holds no code, and "
-            f"{predicts['needs']} has part in its predictions"
-        )
-    method = predictor_of(predicts, model)
-    same_network(repr(str(file)), known, method)
-    return method
-
-
 def check_file_names(names: Sequence[str]) -> None:
     """Check that clients' names can be names of folders, none of which lies outside the folder that
     holds them.
@@ -711,29 +697,18 @@ def check_file_names(names: Sequence[str]) -> None:
         ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no
             folder may have, or is too long; or two are alike.
     """
-    bad = [
-        f"{name!r} cannot be one"
+    alike = Counter(map(str.casefold, names))
+    if bad := [
+        name
         for name in names
-        if not SAFE.fullmatch(name) or name in (".", "..")
-    ]
-    for name in names:
-        if (size := len(os.fsencode(name))) > LONGEST_FOLDER:
-            bad.append(
-                f"{name[:40]!r}... has {size} bytes, more than the {LONGEST_FOLDER} of a folder's "
-                "name"
-            )
-    firsts: dict[str, int] = {}
-    for place, name in enumerate(names):
-        if (first := firsts.setdefault(name.casefold(), place)) != place:
-            how = (
-                "are the same one"
-                if names[first] == name
-                else "are the same one where case does not count"
-            )
-            bad.append(f"{names[first]!r} (client {first}) and {name!r} (client {place}) {how}")
-    if bad:
+        if not SAFE.fullmatch(name)
+        or name in (".", "..")
+        or len(os.fsencode(name)) > LONGEST_FOLDER
+        or alike[name.casefold()] > 1
+    ]:
         raise ValueError(
-            f"clients' names become folders, and {bad[0]}; save single clients by "
+            f"clients' names become folders, and {bad[0][:40]!r} cannot be one, is too long, or is "
+            "another's where case does not count; save single clients by "
             "result.client(...).save(path)"
         )
 

@@ -32,6 +32,7 @@ from bayesfl.federation.errors import DivergenceError, called
 from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
+NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
 KEPT = 2**28
 """Bytes of fine-tuned views that are kept, so that clients fine-tune once for all that is asked."""
 
@@ -215,8 +216,15 @@ class Local:
                 continue
             if not self.tolerant:
                 client = int(ids[int(np.argmin(finite))])
-                who, why = called(client, self.names), self.train.gone_bad(client)
-                raise _diverged(client, who, why, phase, stage, position, round)
+                tuned = "fine-tuning " * (stage is Stage.FINETUNE)
+                raise DivergenceError(
+                    f"{called(client, self.names)} is no longer finite after {tuned}phase "
+                    f"{position + 1} ({phase_in_words(phase)}) of round {round + 1}: "
+                    f"{self.train.gone_bad(client) or NOT_FINITE}",
+                    round=round + 1,
+                    client=client,
+                    phase=position + 1,
+                )
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
         if diverged.any():  # later phases changed the views that were set back
@@ -312,20 +320,6 @@ def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
     if not bool(finite.all()):
         finite = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in changed]).all(0)
     return finite.cpu().numpy()
-
-
-def _diverged(
-    client: int, who: str, why: str, phase: Any, stage: Stage, position: int, round: int
-) -> DivergenceError:
-    kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
-    lost = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
-    return DivergenceError(
-        f"{who} is no longer finite after {kind} {position + 1} ({phase_in_words(phase)}) of round "
-        f"{round + 1}: {why or lost}",
-        round=round + 1,
-        client=client,
-        phase=position + 1,
-    )
 
 
 def _set_aside(views: View, started: View, diverged: Tensor) -> View:

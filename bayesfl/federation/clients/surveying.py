@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
-from bayesfl.base.surveys import Ask, Survey, answers, named_split, summed
+from bayesfl.base.surveys import Ask, Survey, answers, named_split, together
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -33,7 +33,6 @@ from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
-from bayesfl.federation.settings import Settings
 from bayesfl.federation.store.identity import reading
 
 if TYPE_CHECKING:
@@ -63,24 +62,19 @@ def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
             f"{aggregation!r}"
         )
 
+    if aggregation is None:
+        return together(survey, local)
+
     def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        return added(local.ids, answers(survey, state, local, shapes), aggregation)
+        found = answers(survey, state, local, shapes)
+        return aggregation.added(
+            {
+                client: {name: t[row] for name, t in found.items()}
+                for row, client in enumerate(local.ids.tolist())
+            }
+        )
 
     return ask
-
-
-def added(ids: np.ndarray, found: Tensors, aggregation: Adder | None) -> Tensors:
-    """Return the sum of clients' answers [J, ...], of which an aggregation shows itself alone; None
-    adds them openly.
-    """
-    if aggregation is None:
-        return summed(ids, found)
-    return aggregation.added(
-        {
-            client: {name: t[row] for name, t in found.items()}
-            for row, client in enumerate(ids.tolist())
-        }
-    )
 
 
 def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
@@ -245,18 +239,22 @@ def settled(
     return tuple(done)
 
 
-def refuse_released(steps: Sequence[Survey], outputs: Outputs, settings: Settings) -> None:
-    """Raise ValueError if one of some surveys asks clients for sums, after training under
-    `ClientPrivacy`.
+def about(result: "Result", surveys: Sequence[Survey]) -> Outputs:
+    """Return what is predicted, as surveys that begin know it.
+
+    Raises:
+        ValueError: One of them asks clients for sums, after training under `ClientPrivacy`.
     """
-    if settings.sampling != "poisson":
-        return
-    if asking := [type(step).__name__ for step in steps if step.shapes(step.start(outputs))]:
-        raise ValueError(
-            f"{asking[0]} asks clients for sums that no noise covers, so that the run's epsilon "
-            "would not hold for what is made of them; under ClientPrivacy take steps that each "
-            "client fits alone, as Bias(variance=1.0)"
-        )
+    outputs = Outputs(result.known.task, result.known.outputs)
+    if result.settings.sampling == "poisson":
+        for one in surveys:
+            if one.shapes(one.start(outputs)):
+                raise ValueError(
+                    f"{type(one).__name__} asks clients for sums that no noise covers, so that the "
+                    "run's epsilon would not hold for what is made of them; under ClientPrivacy "
+                    "take steps that each client fits alone, as Bias(variance=1.0)"
+                )
+    return outputs
 
 
 def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:

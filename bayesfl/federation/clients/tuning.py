@@ -51,13 +51,9 @@ class Tuning:
     """
 
     predictor: Predictor
+    split = "validation"
     reads = "candidates"
     sums = "in nats, of each candidate for the tuned number"
-
-    @property
-    def split(self) -> str:
-        """Return the split on which candidates are compared."""
-        return "validation"
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return an empty state."""
@@ -139,16 +135,26 @@ def candidates(
     return Candidates(losses, done.ids)
 
 
-def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
+def check_tunable(
+    algorithm: Algorithm,
+    there: object,
+    why: str = "the data have none: make them with validation=0.1",
+) -> None:
     """Check that there are validation data if the method's predictor has a number to tune.
 
+    Args:
+        algorithm: The method.
+        there: True if there are.
+        why: Why not, for the message.
+
     Raises:
-        ValueError: The predictor's grid has several candidates, and the data have no validation
-            examples.
+        ValueError: The predictor's grid has several candidates, and there are none.
     """
-    if needs_validation(algorithm) and not tunable(data):
+    if needs_validation(algorithm) and not there:
+        tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
         raise ValueError(
-            no_validation(algorithm, "the data have none: make them with validation=0.1")
+            f"{tunes} is chosen on validation data, and {why}, or give a number instead, as "
+            f"{tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
         )
 
 
@@ -160,12 +166,3 @@ def tunable(data: FederatedData) -> bool:
 def needs_validation(algorithm: Algorithm) -> bool:
     """Say whether the method's predictor chooses a number on validation data."""
     return algorithm.predictor is not None and len(algorithm.predictor.grid) > 1
-
-
-def no_validation(algorithm: Algorithm, why: str) -> str:
-    """Return the message where there are no validation data for the method's predictor."""
-    tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
-    return (
-        f"{tunes} is chosen on validation data, and {why}, or give a number instead, as "
-        f"{tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
-    )

@@ -51,7 +51,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
-from bayesfl.federation.clients.tuning import needs_validation, no_validation
+from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent
@@ -297,13 +297,9 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
 
     Raises:
         ValueError: A pool is of another type or weighs clients by their data, statistics of norms
-            or nothing are sent, or `reports` sends more.
+            are sent, or `reports` sends more.
     """
     pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
-    if not pools:
-        raise ValueError(
-            "no block of the method is sent, so there is nothing to protect; leave aggregation out"
-        )
     for name, pool in pools.items():
         if isinstance(algorithm.blocks[name], Buffers):
             raise ValueError(
@@ -325,13 +321,11 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
                 "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
                 "replace it"
             )
-    if needs_validation(algorithm):
-        raise ValueError(
-            no_validation(
-                algorithm,
-                "ClientPrivacy does not cover what is asked of them: take another method",
-            )
-        )
+    check_tunable(
+        algorithm,
+        False,
+        "ClientPrivacy does not cover what is asked of them: take another method",
+    )
     if hasattr(algorithm.predictor, "asks"):
         raise ValueError(
             f"{type(algorithm.predictor).__name__} asks clients for sums, which ClientPrivacy does "

@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesfl.base.numerics import finite
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.federation.errors import FailedRound, SmallCohort, TooFewClients
+from bayesfl.federation.errors import FailedRound, SmallCohort
 
 log = logging.getLogger(__name__)
 
@@ -230,32 +230,6 @@ class Admission:
         if self.max_norm is None or len(sizes) < ENOUGH_REPLIES:
             return np.inf
         return self.max_norm * max(NORM_FLOOR, usual(sizes, share))
-
-
-def check_cohort(drawn: int, round: int, least: int) -> None:
-    """Check that enough clients were drawn for a round.
-
-    Raises:
-        SmallCohort: `drawn` is less than `least`.
-    """
-    if drawn < least:
-        nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
-        raise SmallCohort(
-            f"round {round + 1} has {drawn} clients and needs {least} (min_clients)",
-            **nothing,
-        )
-
-
-def check_replies(taken: int, round: int, least: int) -> None:
-    """Check that enough replies were taken in a round.
-
-    Raises:
-        TooFewClients: `taken` is less than `least`.
-    """
-    if taken < least:
-        raise TooFewClients(
-            f"round {round + 1} comes to {taken} replies and needs {least} (min_clients)"
-        )
 
 
 def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:

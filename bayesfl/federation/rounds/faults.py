@@ -70,9 +70,8 @@ def _tensor(change: Callable[[Any], Any]) -> Altered:
 
 def _poisoned(value: float) -> Altered:
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        out = tensor.clone()
-        out.view(-1)[:1] = value
-        return out
+        first = torch.arange(tensor.numel(), device=tensor.device).view_as(tensor) == 0
+        return tensor.masked_fill(first, value)
 
     return _tensor(change)
 

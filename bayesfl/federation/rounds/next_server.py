@@ -2,10 +2,9 @@
 state that it leaves.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.numerics import finite
 from bayesfl.base.protocols import Server
@@ -77,7 +76,7 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     Raises:
         ValueError: `combine` changes what it is given.
     """
-    given = _nest(server)
+    given = tree_map(lambda t: t, server)  # in new mappings
     versions = [t._version for t in tree_leaves(server)]
     changed = algorithm.combine(given, ids, uplink)
     before, after = flatten(server), flatten(given)
@@ -88,11 +87,6 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
             "new tensors, as {'k': server['k'] + 1}"
         )
     return changed
-
-
-def _nest(tree: Any) -> Any:
-    """Return the same tensors in new mappings."""
-    return {key: _nest(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 class NextServer:

@@ -77,10 +77,8 @@ class RoundSum(Protocol):
 class AggregationRun(Protocol):
     """A rule by which one run draws its cohorts and adds up their replies."""
 
-    @property
-    def least(self) -> int:
-        """Return the number of replies that a round needs."""
-        ...
+    least: int
+    """Number of replies that a round needs."""
 
     def cohort(self, round: int) -> np.ndarray:
         """Return the ids of one round's cohort, ascending."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.federation.errors import BadClients, FailedRound, called
-from bayesfl.federation.rounds.admission import Admission, Declared, check_cohort, check_replies
+from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
+from bayesfl.federation.rounds.admission import Admission, Declared
 from bayesfl.federation.rounds.replies import AggregationRun, OpenSum, Replies, ReplyFilter
 from bayesfl.federation.settings import Settings
 
@@ -85,40 +85,24 @@ class Transport(Protocol):
     their replies back.
     """
 
-    @property
-    def trusted(self) -> bool:
-        """Say whether replies need no checks when a bad client would stop the run, because this
-        process has computed them itself.
-        """
-        ...
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Return the numbers of training examples of all clients, [J], 0 where unknown; available
-        once the clients are asked.
-        """
-        ...
-
-    @property
-    def apart(self) -> float:
-        """Return the seconds of the round spent on other work, such as measuring; available once
-        all answers have arrived.
-        """
-        ...
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Return the history's columns on where the time was spent, in seconds; available once all
-        answers have arrived.
-        """
-        ...
-
-    @property
-    def traffic(self) -> dict[str, float]:
-        """Return the columns `bytes_up` and `bytes_down`; available once all answers have
-        arrived.
-        """
-        ...
+    trusted: bool
+    """Whether replies need no checks when a bad client would stop the run, because this process has
+    computed them itself.
+    """
+    counts: np.ndarray
+    """Numbers of training examples of all clients, [J], 0 where unknown; known once the clients are
+    asked.
+    """
+    apart: float
+    """Seconds of the round spent on other work, such as measuring; known once all answers have
+    arrived.
+    """
+    seconds: dict[str, float]
+    """The history's columns on where the time was spent, in seconds; known once all answers have
+    arrived.
+    """
+    traffic: dict[str, float]
+    """The columns `bytes_up` and `bytes_down`; known once all answers have arrived."""
 
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
         """Ask the clients of a round, and give an iterator over their answers, which come in any
@@ -170,7 +154,11 @@ def run_round(
     start = perf_counter()
     algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
     cohort = aggregation.cohort(number)
-    check_cohort(len(cohort), number, aggregation.least)
+    if len(cohort) < (least := aggregation.least):
+        raise SmallCohort(
+            f"round {number + 1} has {len(cohort)} clients and needs {least} (min_clients)",
+            **dict.fromkeys(("lost", "rejected", "bytes_up", "bytes_down"), 0),
+        )
     rest = (
         np.setdiff1d(np.arange(rules.clients), cohort)
         if rules.settings.train == "all"
@@ -210,7 +198,11 @@ def run_round(
             **transport.traffic,
         }
         try:
-            check_replies(filter.taken, number, aggregation.least)
+            if filter.taken < least:
+                raise FailedRound(
+                    f"round {number + 1} comes to {filter.taken} replies and needs {least} "
+                    "(min_clients)"
+                )
             server = filter.server()
         except FailedRound as error:
             # Other sums count their own bytes.

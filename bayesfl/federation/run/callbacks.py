@@ -89,7 +89,7 @@ class EarlyStopping:
         3
     """
 
-    @declared
+    @declared(idle={("keep", "last"): ("folder",)})
     def __init__(
         self,
         column: str,
@@ -99,10 +99,6 @@ class EarlyStopping:
         folder: str | os.PathLike[str] | None = None,
         lowest: bool | None = None,
     ) -> None:
-        if folder is not None and keep == "last":
-            raise ValueError(
-                f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out"
-            )
         self.column, self.patience, self.keep = column, patience, keep
         self._folder, self._lowest = folder, lowest
         self.best: Any = None

@@ -55,13 +55,6 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
     return any(said)
 
 
-def over(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Say whether a run that goes on is ended already; its callbacks are asked before any further
-    round.
-    """
-    return bool(result.round) and ended(callbacks, result)
-
-
 def finished(callbacks: Sequence[Any], result: Any) -> Any:
     """Return the state that a run returns, as the callbacks with a `finish` choose."""
     for callback in callbacks:

@@ -28,12 +28,11 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.schema import Schema
 from bayesfl.engine import Engine
-from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import pooling, predict, surveying, tuning
 from bayesfl.federation.clients.after import (
     Here,
@@ -188,7 +187,7 @@ class Result:
         known = known_of(self.after, self.algorithm)
         if next_question(self.algorithm, self.server, known) is None:
             return known
-        tuning.check_tunable(self.algorithm, self.data)
+        tuning.check_tunable(self.algorithm, tuning.tunable(self.data))
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
             here = Here(self.local(data.train), self.state, data, crew, aggregation)
@@ -348,8 +347,7 @@ class Result:
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_servers_model(steps, self.algorithm)
         surveying.check_reading(self)
-        outputs = Outputs(self.known.task, self.known.outputs)
-        surveying.refuse_released(steps, outputs, self.settings)
+        outputs = surveying.about(self, steps)
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
         if wanted and "validation" in splits and splits["validation"].counts.any():
@@ -439,8 +437,7 @@ class Result:
         server = pooling.servers_state(self.algorithm, self.server, method)
         question = next_question(method, server, {})
         assert question is not None
-        outputs = Outputs(self.known.task, self.known.outputs)
-        surveying.refuse_released([question[1]], outputs, self.settings)
+        surveying.about(self, [question[1]])
         made = replace(self, algorithm=method, server=server, private={}, after=())
         return replace(made, after=answers_of(made._answered(aggregation), method))
 
@@ -497,8 +494,7 @@ class Result:
             ValueError: There is no such split; or an answer has another shape than the survey
                 declares, or is not finite.
         """
-        outputs = Outputs(self.known.task, self.known.outputs)
-        surveying.refuse_released([survey], outputs, self.settings)
+        outputs = surveying.about(self, [survey])
         predicted = self.known_of(surveying.asked(survey, self.data.splits))
         return conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
 
@@ -535,15 +531,12 @@ class Result:
         """
         rows = surveying.asked(Counting("group", (), split), self.data.splits)
         if split == "train" or split in {one.step.split for one in self.steps}:
-            used = "training" if split == "train" else "calibration"
-            other = "rows that had no part in either" if split == "test" else "'test'"
             warn(
-                f"the split {split!r} was used for {used}, so the audit is too favourable; "
-                f"audit {other}",
+                f"the split {split!r} was used for training or calibration, so the audit is too "
+                "favourable; audit rows that had no part in either"
             )
         survey = units(self.data, split, rows, by, groups)
-        outputs = Outputs(self.data.task, self.data.outputs)
-        surveying.refuse_released([survey], outputs, self.settings)
+        outputs = surveying.about(self, [survey])
         predicted = self.known_of(rows)
         ask = (
             survey.openly(predicted)
@@ -564,10 +557,6 @@ class Result:
         names = self.known.client_names
         ids = self.settings.took_part(len(names), self.history, round)
         return tuple(names[j] for j in ids.tolist())
-
-    def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
-        """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
-        return self.client(client).alarm(score=score, delta=delta)
 
     def adapt(self, novel: FederatedData) -> "Result":
         """Return the federation with clients never seen in training: their state starts from the
@@ -596,8 +585,7 @@ class Result:
                 "by which a new client would learn them; give it some, as "
                 "dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
-        if slowed := self._slowed():
-            warn(slowed)
+        self._warn_of_slow_rates()
         server = algorithm.newcomers(self.server, novel.clients)
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
@@ -614,29 +602,25 @@ class Result:
         )
         return replace(new, after=(*new.after, *self._settled(new, moved))) if self.steps else new
 
-    def _slowed(self) -> str:
-        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if
-        none has.
-        """
+    def _warn_of_slow_rates(self) -> None:
+        """Warn where the rate of a phase of `adapt` has fallen below a tenth of its first."""
         rounds = self.settings.rounds
-        last = min(self.round, rounds - 1)  # as in `Algorithm.given`
-        fallen = []
-        for phase in (one for outer in self.algorithm.adapt for one in unrolled(outer)):
-            if not isinstance(phase, Descend):
-                continue
-            first = rate_at(phase.optimiser.rate, 0, rounds)
-            now = rate_at(phase.optimiser.rate, last, rounds)
-            if now < 0.1 * first:
-                fallen.append(f"{first:.3g} to {now:.3g}")
-        if not fallen:
-            return ""
-        return (
-            "the learning rate of the method's adapt phases has fallen from "
-            f"{', '.join(dict.fromkeys(fallen))} after {self.round} rounds, so new clients hardly "
-            "learn; adapt them at a constant rate, as dataclasses.replace(result, "
-            "algorithm=dataclasses.replace(result.algorithm, adapt=constant.adapt)).adapt(novel) "
-            "does, where `constant` is the method with an optimiser such as SGD(0.1)"
-        )
+        at = 0, min(self.round, rounds - 1)  # as in `Algorithm.given`
+        rates = [
+            [rate_at(phase.optimiser.rate, round, rounds) for round in at]
+            for outer in self.algorithm.adapt
+            for phase in unrolled(outer)
+            if isinstance(phase, Descend)
+        ]
+        if fallen := [f"{first:.3g} to {now:.3g}" for first, now in rates if now < 0.1 * first]:
+            warn(
+                "the learning rate of the method's adapt phases has fallen from "
+                f"{', '.join(dict.fromkeys(fallen))} after {self.round} rounds, so new clients "
+                "hardly learn; adapt them at a constant rate, as dataclasses.replace(result, "
+                "algorithm=dataclasses.replace(result.algorithm, adapt=constant.adapt))"
+                ".adapt(novel) does, where `constant` is the method with an optimiser such as "
+                "SGD(0.1)"
+            )
 
     def _settled(self, new: "Result", novel: FederatedData) -> tuple[Fitted, ...]:
         """Return the steps of calibration with the new clients' own parameters, by their rows in
@@ -648,19 +632,12 @@ class Result:
         """
         steps = [one.step for one in self.steps]
         filled = {name: split for name, split in novel.splits.items() if split.counts.any()}
-        there = {step.split: filled[step.split] for step in steps if step.split in filled}
-        predicted = (
-            dict(zip(there, new.local_predictions(*there.values(), steps=steps), strict=True))
-            if there
-            else {}
-        )
-        if missing := {step.split for step in steps} - there.keys():
-            like = (
-                next(iter(predicted.values()))
-                if predicted
-                else new.local_predictions(novel.train, steps=steps)[0]
-            )
-            predicted |= dict.fromkeys(missing, surveying.without_rows(like))
+        splits = {step.split: filled.get(step.split, novel.train) for step in steps}
+        found = new.local_predictions(*splits.values(), steps=steps)
+        predicted = {
+            name: one if name in filled else surveying.without_rows(one)
+            for name, one in zip(splits, found, strict=True)
+        }
         return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
-from bayesfl.base.described import described, differences, in_words
+from bayesfl.base.described import described
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
@@ -41,7 +41,7 @@ from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.calling import check_callbacks, ended, finished, over
+from bayesfl.federation.run.calling import check_callbacks, ended, finished
 from bayesfl.federation.run.loading import resumed, started
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
@@ -272,6 +272,12 @@ def _refuse_contradictions(
             f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got "
             f"{sampling!r}; leave sampling out"
         )
+    hides = not isinstance(aggregation, OpenAggregation)
+    if hides and not any(block.pool for block in algorithm.blocks.values()):
+        raise ValueError(
+            f"no block of the method is sent, so {type(aggregation).__name__} has nothing to add "
+            "up; leave aggregation out"
+        )
     if faults is not None and not admission.skips:
         raise ValueError(
             "faults need admission=Admission('skip'): the first of them would stop the run"
@@ -289,7 +295,7 @@ def _refuse_contradictions(
             "the data have no test split to evaluate on; give them one, or pass evaluate_every=None"
         )
     if settings.evaluate_every is not None:
-        tuning.check_tunable(algorithm, clients)
+        tuning.check_tunable(algorithm, tuning.tunable(clients))
 
 
 def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Settings) -> None:
@@ -385,11 +391,31 @@ def _resumed(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Result, int]:
-    """Return the run that goes on, under the settings given now, and how many rounds it had done
-    already that are done again.
+    """Return a copy of the run that goes on, under the settings given now, and how many rounds it
+    had done already that are done again.
+
+    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
+    another experiment.
     """
     saved = resumed(source, algorithm, clients, device)
-    result = _under(saved, settings, engine, device, dtype)
+    if saved.novel:
+        raise ValueError(
+            "resume is a result of adapt: its clients joined after training, and the server holds "
+            "nothing of theirs to go on from; resume the federation's own result, or train a "
+            "federation that has them"
+        )
+    given = engine or saved.engine
+    engine = replace(saved.engine, workers=given.workers)
+    settings.check_goes_on(
+        saved.settings,
+        saved.round,
+        dtype=(saved.dtype, dtype),
+        device=(saved.device, device),
+        kernel=(engine.kernel, given.kernel),
+        chunk=(engine.chunk, given.chunk or engine.chunk),
+    )
+    own = {"private": tree_map(torch.clone, saved.private), "history": saved.history.copy()}
+    result = replace(saved, settings=settings, engine=engine, **own)
     if start is not None:
         warm.refuse_other_start(
             checkpoint, result.began, warm.origin(started(start, algorithm, device))
@@ -397,53 +423,6 @@ def _resumed(
     if result.steps and result.round < settings.rounds:
         warn(UNCALIBRATED)
     return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
-
-
-def _under(
-    saved: Result,
-    settings: Settings,
-    engine: Engine | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Result:
-    """Return a copy of a saved run under new settings.
-
-    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
-    another experiment.
-    """
-    if saved.novel:
-        raise ValueError(
-            "resume is a result of adapt: its clients joined after training, and the server holds "
-            "nothing of theirs to go on from; resume the federation's own result, or train a "
-            "federation that has them"
-        )
-    if settings.rounds < saved.round:
-        raise ValueError(
-            f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}"
-        )
-    given = engine or saved.engine
-    engine = replace(saved.engine, workers=given.workers)
-    now = {
-        **vars(settings),
-        "dtype": dtype,
-        "device": device,
-        "kernel": given.kernel,
-        "chunk": given.chunk or engine.chunk,
-    }
-    free = {
-        "rounds": settings.rounds,
-        "evaluate_every": settings.evaluate_every,
-        "kernel": engine.kernel,
-        "chunk": engine.chunk,
-    }
-    then = {**vars(saved.settings), "dtype": saved.dtype, "device": saved.device, **free}
-    if apart := differences(then, now):
-        raise ValueError(
-            f"a run that goes on keeps its settings, {in_words(apart)}; pass the saved ones, or "
-            "begin another run"
-        )
-    own = {"private": tree_map(torch.clone, saved.private), "history": saved.history.copy()}
-    return replace(saved, settings=settings, engine=engine, **own)
 
 
 @dataclass(frozen=True)
@@ -493,7 +472,7 @@ class _Simulation:
         """
         settings = result.settings
         local = result.local(self.data.train)
-        stopped = over(self.callbacks, result)
+        stopped = bool(result.round) and ended(self.callbacks, result)
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
         hidden = None if self.progress is None else not self.progress
         span = {"total": settings.rounds, "initial": result.round}
@@ -506,7 +485,9 @@ class _Simulation:
                         result = self._evaluate(result, before, local, crew)
                         shown = {measure: f"{result.history[-1][measure]:.3f}"}
                         bar.set_postfix(shown, refresh=False)
-                    self._log(result, measure)
+                    row = result.history[-1]
+                    said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
+                    log.info("round %d of %d: %s", result.round, settings.rounds, ", ".join(said))
                     if self.checkpoint is not None and (
                         result.round % self.every == 0 or result.round == settings.rounds
                     ):
@@ -528,11 +509,6 @@ class _Simulation:
             error.result = result  # type: ignore[attr-defined]
             raise
         return result
-
-    def _log(self, result: Result, measure: str) -> None:
-        row = result.history[-1]
-        said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
-        log.info("round %d of %d: %s", result.round, result.settings.rounds, ", ".join(said))
 
     def _round(
         self, result: Result, local: Local, crew: Crew, evaluates: bool

@@ -185,30 +185,25 @@ def matched(
         gone = algorithm.tally and len(names) < len(before)
         both = torch.arange(0 if gone else min(len(names), len(before)))
         return both, both
-    if twice := repeated(names):
-        raise ValueError(
-            f"start matches clients by name, and {twice}; give each a name of its own, as "
-            "from_arrays(client_ids=...) does"
-        )
-    if twice := repeated(before):
-        raise ValueError(
-            f"start matches clients by name, and in the run before {twice}; over Flower, begin "
-            "from dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which "
-            "matches clients by number"
-        )
+    for when, of in (("", names), ("in the run before ", before)):
+        if twice := repeated(of):
+            raise ValueError(
+                f"start matches clients by name, and {when}{twice}; give each a name of its own, "
+                "as from_arrays(client_ids=...) does; over Flower, a run that begins from "
+                "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()) matches "
+                "clients by number"
+            )
     places = {name: place for place, name in enumerate(before)}
     new = [place for place, name in enumerate(names) if name in places]
     log.info("%d of %d clients are known from the run before", len(new), len(names))
-    if list(names) == generated(len(names)) and list(before) == generated(len(before)):
-        if len(names) == len(before):
-            log.info("no client has a name of its own: they are matched by their places")
-        else:
-            warn(
-                f"the run before has {len(before)} clients and this one {len(names)}, none with a "
-                "name of its own: they are matched by their places ('client 0' with 'client 0'), "
-                "which mixes them up if one has left or joined before others; pass names=, or "
-                "client_ids=, to both runs, or here the names that the same clients had there",
-            )
+    nameless = all(list(of) == generated(len(of)) for of in (names, before))
+    if nameless and len(names) != len(before):
+        warn(
+            f"the run before has {len(before)} clients and this one {len(names)}, none with a name "
+            "of its own: they are matched by their places ('client 0' with 'client 0'), which "
+            "mixes them up if one has left or joined before others; pass names=, or client_ids=, "
+            "to both runs, or here the names that the same clients had there",
+        )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
         warn(

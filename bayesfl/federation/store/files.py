@@ -51,7 +51,7 @@ except ImportError:  # on systems without such locks
     fcntl = None
 
 STATE = "state.safetensors"
-ROUND = re.compile(r"round-(\d{6,})\.safetensors")
+ROUND = re.compile(r"round-\d{6,}\.safetensors")
 KEPT = 2
 STEPS: dict[str, type] = {
     kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)
@@ -152,11 +152,6 @@ def _read_history(found: Mapping[str, Any]) -> History:
         if recorded
     }
     return History(found["rows"], dict(found["absent"]), by_round)
-
-
-def optional(entry: Entry) -> Entry:
-    """Return the entry of a field that may be None."""
-    return Entry(*(lambda value, of=of: None if value is None else of(value) for of in entry))
 
 
 PLAIN = Entry()
@@ -374,9 +369,7 @@ def checkpoints(path: str | os.PathLike[str]) -> list[Path]:
 
 def round_of(file: Path) -> int:
     """Return the round in a checkpoint's file name."""
-    match = ROUND.fullmatch(file.name)
-    assert match is not None
-    return int(match[1])
+    return int(file.stem.removeprefix("round-"))
 
 
 def newest(path: str | os.PathLike[str]) -> int:

@@ -139,15 +139,9 @@ def network_differences(
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("layers", "parameters", "held", "code", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
-    return without_parts(found)
-
-
-def without_parts(different: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return differences without what layers of two kinds hold, in which they must differ."""
-    kinds = {
-        f"held.{path.removeprefix('layers.')}" for path in different if path.startswith("layers.")
-    }
-    return {path: both for path, both in different.items() if path.rpartition(".")[0] not in kinds}
+    # What layers of two kinds hold must differ.
+    kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
+    return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
 
 
 def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:

@@ -1,6 +1,7 @@
 """Where clients' models lie: which of several is meant, and which names can be folders."""
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -60,31 +61,21 @@ def test_clients_that_are_called_by_numbers(short: Result, clients: FederatedDat
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "bad"),
     [
-        (
-            ("Bern", "Chur", "bern"),
-            r"'Bern' \(client 0\) and 'bern' \(client 2\) are the same one where case does not "
-            r"count; save single",
-        ),
-        (
-            ("Bern", "Chur", "Chur"),
-            r"'Chur' \(client 1\) and 'Chur' \(client 2\) are the same one; save single clients "
-            r"by result\.client",
-        ),
-        (("Bern", "..", "a"), r"'\.\.' cannot be one; save"),
-        (("Bern", "a/b", "a"), r"'a/b' cannot be one; save"),
-        (("Bern", "../Bern", "a"), r"'\.\./Bern' cannot be one; save"),
-        (("Bern", "a\\b", "a"), r"'a.*b' cannot be one; save"),
-        (("Bern", "", "a"), "'' cannot be one; save"),
-        (
-            ("Bern", "x" * 300),
-            rf"'{'x' * 40}'\.\.\. has 300 bytes, more than the 255.*result\.client\(\.\.\.\)\.save",
-        ),
-        (("Bern", "ü" * 128), rf"'{'ü' * 40}'\.\.\. has 256 bytes, more than the 255"),
+        (("Bern", "Chur", "bern"), "Bern"),
+        (("Bern", "Chur", "Chur"), "Chur"),
+        (("Bern", "..", "a"), ".."),
+        (("Bern", "a/b", "a"), "a/b"),
+        (("Bern", "../Bern", "a"), "../Bern"),
+        (("Bern", "a\\b", "a"), "a\\b"),
+        (("Bern", "", "a"), ""),
+        (("Bern", "x" * 300), "x" * 40),
+        (("Bern", "ü" * 128), "ü" * 40),
     ],
 )
-def test_names_that_are_no_folders(names: tuple[str, ...], words: str):
-    with pytest.raises(ValueError, match=rf"clients' names become folders, and .*{words}"):
+def test_names_that_are_no_folders(names: tuple[str, ...], bad: str):
+    words = rf"names become folders, and {re.escape(repr(bad))} .*result\.client\(\.\.\.\)\.save"
+    with pytest.raises(ValueError, match=words):
         check_file_names(names)
     check_file_names(("Bern", "Chur", "x" * 255))

@@ -121,13 +121,13 @@ def test_an_alarm_compares_with_the_clients_calibration_rows(
     loaded = bf.load_client(tmp_path, served.algorithm)
     for watch in (
         model.alarm(delta=0.1),
-        served.alarm(data.client_names[1], delta=0.1),
+        served.client(data.client_names[1]).alarm(delta=0.1),
         loaded.alarm(delta=0.1),
     ):
         assert np.array_equal(watch.see(scores).history, expected.history)
     np.testing.assert_array_equal(loaded.scores(x, [NAMES[c] for c in y]), scores)
     assert not expected.raised
-    assert served.alarm(1).see(model.scores(x, (y + 1) % 3)).raised
+    assert served.client(1).alarm().see(model.scores(x, (y + 1) % 3)).raised
 
 
 def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data: FederatedData):
@@ -230,7 +230,6 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
         loaded.audit,
         lambda: other.calibrate(Abstention(risk=0.3)),
         lambda: other.client(0),
-        lambda: loaded.alarm(0),
     ):
         with pytest.raises(ValueError, match="fitted to another way of predicting"):
             read()
@@ -247,7 +246,7 @@ def test_splits_that_were_used(served: Result):
     for split in ("train", "test"):
         with pytest.warns(UserWarning, match=f"is fitted to the split '{split}'"):
             plain.calibrate(Conformal(split=split))
-    with pytest.warns(UserWarning, match="was used for calibration"):
+    with pytest.warns(UserWarning, match="was used for training or calibration"):
         served.audit("calibration")
 
 
@@ -437,8 +436,8 @@ def test_a_client_without_calibration_rows(data: FederatedData):
     served = calibrated(dataclasses.replace(data, splits={**data.splits, "calibration": fewer}))
     assert bool(served.predict().sets[0].any())
     with pytest.raises(ValueError, match=r"'client 0' has no rows in the split 'calibration'"):
-        served.alarm(0)
-    assert not served.alarm(1).raised
+        served.client(0).alarm()
+    assert not served.client(1).alarm().raised
 
 
 def test_numbers_have_alarms_too():

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import TooFewClients
+from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.rounds.admission import (
     Admission,
     Message,
@@ -49,7 +49,7 @@ def test_rounds_with_too_few(
     repeated = failing(2, below_minimum="repeat")
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
-    with pytest.raises(TooFewClients, match=r"round 2\b.* 3 replies .*4 \(min_clients\)"):
+    with pytest.raises(FailedRound, match=r"round 2\b.* 3 replies .*4 \(min_clients\)"):
         failing(3, below_minimum="repeat")
     start = algorithm.init(7, seed=3, dtype=torch.float64)
     for faults, least in (
