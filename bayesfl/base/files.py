@@ -59,9 +59,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # as of a full disk
-        error.add_note(f"{str(path)!r} was not written; a file that was there before is whole")
-        raise
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":

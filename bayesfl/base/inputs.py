@@ -124,9 +124,7 @@ def row_bytes(x: Inputs) -> int:
 
 def pieces(x: Inputs, size: int) -> Iterator[Inputs]:
     """Yield the rows in pieces of at most `size` bytes, of one row at least."""
-    rows = max(1, size // row_bytes(x))
-    for start in range(0, count(x), rows):
-        yield at(x, slice(start, start + rows))
+    return in_rows(x, max(1, size // row_bytes(x)))
 
 
 def at(x: Inputs, rows: slice | Tensor) -> Inputs:

@@ -323,10 +323,8 @@ def options_of(owner: Any) -> dict[str, Option]:
     return {name: Option.of(hint) for name, hint in hints.items() if name not in ("return", "_")}
 
 
-@functools.cache
-def signature_of(owner: Any) -> inspect.Signature:
-    """Return the signature of a function or of a class, which is read once."""
-    return inspect.signature(owner)
+signature_of = functools.cache(inspect.signature)
+"""Return the signature of a function or of a class, which is read once."""
 
 
 @overload

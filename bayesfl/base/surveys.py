@@ -15,7 +15,7 @@ who answered first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -67,7 +67,6 @@ class Semidefinite(tuple[int, ...]):
     """The shape of a symmetric matrix without negative eigenvalues in a survey's answer."""
 
 
-@runtime_checkable
 class Survey(Protocol[Known_contra]):
     """A question, and what to make of its answers; see the module."""
 
@@ -212,17 +211,3 @@ def summed(ids: np.ndarray, found: Tensors) -> Tensors:
 def uplink_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return what a client sends to answer one question, in bytes: eight a number."""
     return 8 * sum(int(np.prod(shape)) for shape in shapes.values())
-
-
-def named_split(survey: object) -> str:
-    """Return the name of the split that a survey asks about.
-
-    Raises:
-        TypeError: It is no survey.
-    """
-    if not isinstance(survey, Survey) or isinstance(survey, type):
-        raise TypeError(
-            f"a survey has split, start, shapes, answer and solve, got {survey!r}; see "
-            "bayesfl.base.surveys"
-        )
-    return survey.split

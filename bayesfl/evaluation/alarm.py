@@ -118,15 +118,13 @@ class Alarm:
             )
         self.of = of
         self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
-        self._seen = [np.empty((3, 0))]  # p-value, uniform draw and evidence of each row, in pieces
-        self._rows, self._last, self._first = 0, 1.0, None
-        self._block = -1, np.empty(0)
+        self._seen = np.empty((3, 0))  # p-value, uniform draw and evidence of each row
 
     def __repr__(self) -> str:
         said = f"raised after {self.raised_after} rows" if self.raised else "not raised"
         return (
-            f"Alarm({self._rows} rows seen, evidence {self.evidence:.3g} of {1 / self.delta:g}; "
-            f"{said})"
+            f"Alarm({len(self.history)} rows seen, evidence {self.evidence:.3g} of "
+            f"{1 / self.delta:g}; {said})"
         )
 
     @property
@@ -134,38 +132,35 @@ class Alarm:
         """Return E_t of all rows seen, >= 0; 1 before the first. This number alone is what a client
         sends to be merged.
         """
-        return self._last
+        return float(self.history[-1]) if len(self.history) else 1.0
 
     @property
     def raised(self) -> bool:
         """Say whether the evidence has ever reached 1 / delta."""
-        return self._first is not None
+        return self.raised_after is not None
 
     @property
     def raised_after(self) -> int | None:
         """Return the number of rows after which the evidence first reached 1 / delta; None if it
         never did.
         """
-        return self._first
+        reached = np.flatnonzero(self.history >= 1 / self.delta)
+        return int(reached[0]) + 1 if len(reached) else None
 
     @property
     def history(self) -> np.ndarray:
         """Return the evidence E_t after every row seen, [t]."""
-        return self._kept()[2]
+        return self._seen[2]
 
     @property
     def p(self) -> np.ndarray:
         """Return the p-value of every row seen, [t]."""
-        return self._kept()[0]
+        return self._seen[0]
 
     @property
     def uniforms(self) -> np.ndarray:
         """Return the draw u of every row seen, [t]."""
-        return self._kept()[1]
-
-    def _kept(self) -> np.ndarray:
-        self._seen = [np.concatenate(self._seen, 1)]
-        return self._seen[0]
+        return self._seen[1]
 
     def see(self, scores: ArrayLike) -> "Alarm":
         """Take the scores of new rows, in the order in which they came, and return the alarm
@@ -191,7 +186,7 @@ class Alarm:
         return self
 
     def _take(self, new: np.ndarray) -> None:
-        m, u, added = len(self._sorted), self._uniform(self._rows, len(new)), np.sort(new)
+        m, u, added = len(self._sorted), self._uniform(len(self.history), len(new)), np.sort(new)
         both = levelled(torch.from_numpy(np.concatenate([self._sorted, new]))).numpy()
         known, new = both[:m], both[m:]
         earlier = np.tri(len(new), k=-1, dtype=bool)  # of each new score those that came before it
@@ -219,25 +214,20 @@ class Alarm:
             # Not a product of matrices, whose bits depend on the number of rows.
             evidence = (np.exp(wealth) * share).sum(1)
         self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added), added)
-        reached = np.flatnonzero(evidence >= 1 / self.delta)
-        if self._first is None and len(reached):
-            self._first = self._rows + int(reached[0]) + 1
-        self._seen.append(np.stack([p, u, evidence]))
-        self._rows, self._last = self._rows + len(new), float(evidence[-1])
+        self._seen = np.concatenate([self._seen, [p, u, evidence]], 1)
 
     def _uniform(self, start: int, count: int) -> np.ndarray:
         """Return the draws u of the scores from `start` on, within (0, 1): of each the same,
         however they come in pieces.
         """
-        found = []
-        while count:
-            block, place = divmod(start, _BLOCK)
-            if self._block[0] != block:
-                rng = generator(purpose=Purpose.SURVEY, phase=2, index=block, **self._address)
-                self._block = block, (rng.integers(0, 2**52, _BLOCK) + 0.5) / 2**52
-            found.append(self._block[1][place : place + count])
-            start, count = start + len(found[-1]), count - len(found[-1])
-        return np.concatenate(found)
+        first, skip = divmod(start, _BLOCK)
+        drawn = [
+            generator(purpose=Purpose.SURVEY, phase=2, index=block, **self._address).integers(
+                0, 2**52, _BLOCK
+            )
+            for block in range(first, -(-(start + count) // _BLOCK))
+        ]
+        return (np.concatenate(drawn)[skip : skip + count] + 0.5) / 2**52
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the alarm's state into a file, completely or not at all; `Alarm.load` goes on from
@@ -245,7 +235,7 @@ class Alarm:
 
         The file holds the scores of the client's rows, and stays with the client.
         """
-        arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": self._kept()}
+        arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": self._seen}
         said = {"alpha": self.alpha, "delta": self.delta, **self._address, "of": self.of}
         tensors = {name: torch.from_numpy(one) for name, one in arrays.items()}
         archive.write(path, "alarm", said, tensors)
@@ -259,13 +249,8 @@ class Alarm:
         """
         said, tensors = archive.read_kind(path, "alarm")
         of = said.pop("of")
-        made = cls(tensors["sorted"].numpy(), **said)
-        made.of = None if of is None else (of[0], of[1])
-        wealth, seen = tensors["wealth"].numpy(), tensors["seen"].numpy()
-        reached = np.flatnonzero(seen[2] >= 1 / made.delta)
-        made._wealth, made._seen, made._rows = wealth, [seen], seen.shape[1]
-        made._first = int(reached[0]) + 1 if len(reached) else None
-        made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
+        made = cls(tensors["sorted"].numpy(), **said, of=of and (of[0], of[1]))
+        made._wealth, made._seen = tensors["wealth"].numpy(), tensors["seen"].numpy()
         return made
 
 

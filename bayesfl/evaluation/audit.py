@@ -20,7 +20,7 @@ from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.reliability import bin_of, error_in_bins
-from bayesfl.evaluation.predictions import by_place
+from bayesfl.evaluation.predictions import by_place, present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 BINS = 15
@@ -30,8 +30,6 @@ Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
 """Groups of rows: for each client that of every row, a function that makes these of a client's
 inputs, or a column of the frame.
 """
-MOST_GROUPS = 20
-"""Most values of a column of numbers that are groups."""
 COARSE = 1e4
 """Standard deviation of a column beyond which whole numbers near its mean might be read back as
 others.
@@ -214,13 +212,13 @@ class Audit(Shown):
                     else []
                 ),
                 "All rows together: "
-                f"{self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
+                f"{self._pooled(int(np.asarray(self.held).sum()), int(self.rows.sum()))}.",
             ]
         if self.pooled_ece is not None and units > 1:
-            mean = float(_there(self.ece)[self.rows > 0].mean())
+            mean = float(np.asarray(self.ece)[self.rows > 0].mean())
             said.append(f"ECE, pooled {self.pooled_ece:.3f}; ECE, {self.by}s' mean {mean:.3f}.")
-        if self.risk is not None and (answers := int(_there(self.answered).sum())):
-            wrong = answers - int(_there(self.answered_right).sum())
+        if self.risk is not None and (answers := int(np.asarray(self.answered).sum())):
+            wrong = answers - int(np.asarray(self.answered_right).sum())
             said += [
                 f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at "
                 f"most {self.risk:g}."
@@ -303,11 +301,11 @@ class Counting:
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
         given, clients, row = by_place(local.predictions, local.clients)
-        assert given.labels is not None  # of a split of the federation
         units, groups = len(self.units), self._groups(local)
+        labels = present(given.labels)
         of_row = local.clients.sum((row.bincount(minlength=len(groups)) > 0) & (groups >= 0))
         inside, unit = groups[row] >= 0, groups[row]
-        unit = (given.labels if self.by == "label" else unit).long().clamp_min(0)
+        unit = (labels if self.by == "label" else unit).long().clamp_min(0)
 
         def summed(values: Tensor, place: Tensor = unit, size: int = units) -> Tensor:
             return clients.count(place, size, values.double().masked_fill(~inside, 0.0))
@@ -323,13 +321,12 @@ class Counting:
             "size": summed(size.masked_fill(endless, 0.0)),
         }
         if given.probs is None:
-            assert given.mean is not None  # as numbers have
-            centre = given.mean.double()
-            error = given.labels.reshape(centre.shape).double() - centre
+            centre = present(given.mean).double()
+            error = labels.reshape(centre.shape).double() - centre
             return found | {"squares": summed(error.square().mean(-1))}
         top, best = given.probs.max(-1)
         bins = unit * BINS + bin_of(top.double().nan_to_num(nan=0.0), BINS)
-        right = best == given.labels
+        right = best == labels
         answered = inside if given.answered is None else given.answered
 
         def by_bin(values: Tensor) -> Tensor:
@@ -452,8 +449,7 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     """Return the function of a client's inputs that gives the values of a column of the frame.
 
     Raises:
-        ValueError: The data are no frame's, or have no such column, or one of numbers of many
-            values.
+        ValueError: The data are no frame's, or have no such column, or one of numbers far apart.
     """
     columns = data.prepared
     if columns is None:
@@ -468,19 +464,7 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
             "inputs, as codes beside 999999: pass groups as lists, one for each client"
         )
 
-    def values(x: Any) -> Any:
-        found = columns.values(x, name)
-        different = [] if found.dtype == object else np.unique(found[~np.isnan(found)])
-        if len(different) > MOST_GROUPS:
-            width = 10 ** math.floor(math.log10(np.ptp(different) / 2))
-            raise ValueError(
-                f"the column {name!r} has {len(different)} values at one client, too many for "
-                f"groups: make ranges of them, as groups=lambda x: columns.values(x, {name!r}) // "
-                f"{width:g} * {width:g}"
-            )
-        return found
-
-    return values
+    return lambda x: columns.values(x, name)
 
 
 def grouped(
@@ -497,20 +481,13 @@ def grouped(
     Raises:
         ValueError: There is another number of clients, or of rows of one.
     """
-    if len(groups) != len(counts):
+    each = [np.asarray(own, dtype=object) for own in groups]
+    if [own.shape for own in each] != [(n,) for n in counts]:
         raise ValueError(
-            f"groups must have the groups of {len(counts)} clients, one list for each, got "
-            f"{len(groups)}"
+            f"groups must have a list for each of {len(counts)} clients, with a group for each of "
+            f"its rows, {counts.tolist()}; got arrays of shape {[list(own.shape) for own in each]}"
         )
-    texts: list[str | None] = []
-    for j, own in enumerate(groups):
-        values = np.asarray(own, dtype=object)
-        if values.shape != (counts[j],):
-            raise ValueError(
-                f"groups of client {j} must name a group for each of its {counts[j]} rows, got "
-                f"{type(own).__name__} of shape {values.shape}"
-            )
-        texts += map(_text_of, values.tolist())
+    texts = [_text_of(group) for own in each for group in own.tolist()]
     names = in_order({one for one in texts if one is not None})
     known = {None: -1} | {name: place for place, name in enumerate(names)}
     return names, torch.tensor([known[one] for one in texts], dtype=torch.int64)
@@ -524,22 +501,16 @@ def _text_of(group: Any) -> str | None:
     return str(int(group) if isinstance(group, float) and group.is_integer() else group)
 
 
-def _there(counts: np.ndarray | None) -> np.ndarray:
-    assert counts is not None
-    return counts
-
-
 def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, counts / rows, np.nan)
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a cell of a table: shares to two decimals, other fractions to three digits."""
+    """Return a cell of a table: shares to two decimals, an ECE to three, as in a reliability
+    diagram, other fractions to three digits.
+    """
     if isinstance(value, str | np.str_ | int | np.integer):
         return str(value)
-    if np.isnan(value):
-        return "-"
-    if name == "ece":
-        return f"{value:.3f}"  # as in a reliability diagram
-    return f"{value:.2f}" if name in (*_SHARES, "size") else f"{value:.3g}"
+    form = ".3f" if name == "ece" else ".2f" if name in (*_SHARES, "size") else ".3g"
+    return "-" if np.isnan(value) else f"{value:{form}}"

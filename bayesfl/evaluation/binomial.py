@@ -27,7 +27,7 @@ def clopper_pearson(
         delta: Probability with which an interval may miss, half of it on either side, in (0, 1).
 
     Raises:
-        ValueError: There are more successes than trials.
+        ValueError: `delta` is out of range.
 
     References:
         Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of
@@ -38,21 +38,19 @@ def clopper_pearson(
     )
 
 
-def lower_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
-    """Return lower bounds of the true share that hold with a probability of at least 1 - `delta`
-    each, [...]; 0 without successes.
+def lower_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
+    """Return lower bounds of the true share of k successes in n trials, [...], each of which
+    holds with a probability of at least 1 - `delta`; 0 without successes.
     """
-    k, n = _counts(successes, trials)
     from scipy.stats import beta
 
     return np.where(k > 0, beta.ppf(delta, np.maximum(k, 1), n - k + 1), 0.0)
 
 
-def upper_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
-    """Return upper bounds of the true share that hold with a probability of at least 1 - `delta`
-    each, [...]; 1 without failures.
+def upper_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
+    """Return upper bounds of the true share of k successes in n trials, [...], each of which
+    holds with a probability of at least 1 - `delta`; 1 without failures.
     """
-    k, n = _counts(successes, trials)
     from scipy.stats import beta
 
     return np.where(k < n, beta.ppf(1 - delta, k + 1, np.maximum(n - k, 1)), 1.0)
@@ -88,10 +86,3 @@ def worst_by_chance(trials: np.ndarray, share: float) -> float:
         for m, times in zip(*n, strict=True)
     )
     return float(seen[0] + (np.diff(seen) * np.exp(log_above)).sum())
-
-
-def _counts(successes: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    k, n = np.asarray(successes, float), np.asarray(trials, float)
-    if (k > n).any() or (k < 0).any():
-        raise ValueError("successes must lie between 0 and trials")
-    return k, n

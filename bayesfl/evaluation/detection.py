@@ -217,7 +217,7 @@ def detection_summary(
         that is NaN.
 
     Raises:
-        ValueError: The shapes do not fit, or no name is in both.
+        ValueError: The shapes do not fit.
 
     Example:
         >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
@@ -226,10 +226,6 @@ def detection_summary(
         {'doubt_auroc': 0.75, 'doubt_fpr95': 0.5}
     """
     shared = [name for name in inside if name in outside]
-    if not shared:
-        raise ValueError(
-            f"no score is in both: inside has {list(inside)}, outside has {list(outside)}"
-        )
     both = torch.as_tensor(inside_mask).any(-1) & torch.as_tensor(outside_mask).any(-1)
     summary = {}
     for name in shared:

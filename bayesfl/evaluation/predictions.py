@@ -102,7 +102,7 @@ class Predictions:
             columns: dict[str, Any] = {"client": names, "rows": self.mask.sum(1).numpy()}
             if self.probs is not None and self.labels is not None:
                 rows, clients, _ = by_place(*self.rows())
-                top = _present(rows.probs).max(-1)
+                top = present(rows.probs).max(-1)
                 columns["accuracy"] = clients.mean(top.indices == rows.labels).numpy()
                 columns["mean confidence"] = clients.mean(top.values).numpy()
             return preview(columns, repr(self))
@@ -147,7 +147,7 @@ class Predictions:
         total = (
             torch.special.entr(self.probs).sum(-1)
             if self.probs is not None
-            else _present(self.variance).sum(-1)
+            else present(self.variance).sum(-1)
         )
         return total - self.epistemic
 
@@ -257,10 +257,10 @@ class Predictions:
         if self.promise is None:
             return None
         if self.sets is None:
-            lower, upper = _present(self.lower).double(), _present(self.upper).double()
-            y = _present(self.labels).reshape(lower.shape).double()
+            lower, upper = present(self.lower).double(), present(self.upper).double()
+            y = present(self.labels).reshape(lower.shape).double()
             return ((lower <= y) & (y <= upper)).all(-1), (upper - lower).mean(-1)
-        held = self.sets.gather(-1, _present(self.labels)[:, None])[:, 0]
+        held = self.sets.gather(-1, present(self.labels)[:, None])[:, 0]
         return held, self.sets.sum(-1).double()
 
     def of_split(self, split: ClientData) -> tuple["Predictions", Segments]:
@@ -309,7 +309,7 @@ def by_place(rows: Predictions, clients: Segments) -> tuple[Predictions, Segment
     """
     if rows.probs is None or rows.probs.dim() == 2:
         return rows, clients, torch.arange(len(rows.mask))
-    known = _present(rows.labels) != IGNORE
+    known = present(rows.labels) != IGNORE
     row, _ = known.nonzero(as_tuple=True)
     places = replace(rows, mask=rows.mask.unsqueeze(-1).expand(known.shape)).at(known)
     return places, Segments(clients.sum(known.sum(-1)).long()), row
@@ -323,7 +323,7 @@ def measured(rows: Predictions, clients: Segments) -> Measured:
         clients: Whose the rows are.
     """
     rows, clients, _ = by_place(rows, clients)
-    labels, shares = _present(rows.labels), {}
+    labels, shares = present(rows.labels), {}
     if rows.level is not None and (promised := rows.promised()) is not None:
         held, size = promised
         sized = "set_size" if rows.sets is not None else "width"
@@ -335,10 +335,10 @@ def measured(rows: Predictions, clients: Segments) -> Measured:
             shares |= {"answered": (given, rows.mask), "answered_accuracy": (scored.hits, given)}
     elif rows.variance is None and rows.lower is not None:
         level: Any = rows.level or getattr(rows.likelihood, "level", 0.9)
-        ends = rows.lower, _present(rows.upper), labels.reshape(rows.lower.shape), rows.mean
+        ends = rows.lower, present(rows.upper), labels.reshape(rows.lower.shape), rows.mean
         found = measured_intervals(clients, *ends, level=level)
     else:
-        numbers = _present(rows.mean), _present(rows.variance)
+        numbers = present(rows.mean), present(rows.variance)
         kind: Any = getattr(rows.likelihood, "distribution", "normal")
         y = labels.reshape(numbers[0].shape)
         found = measured_numbers(Fitted.of_rows(clients, *numbers, y, kind))
@@ -370,7 +370,12 @@ def broken(predictions: Tensors) -> Tensor:
     return ~torch.stack([t.isfinite().unsqueeze(-1).flatten(1).all(-1) for t in read]).all(0)
 
 
-def _present(t: Tensor | None) -> Tensor:
+def present(t: Tensor | None) -> Tensor:
+    """Return a tensor that predictions must have.
+
+    Raises:
+        ValueError: They lack it.
+    """
     if t is None:
         raise ValueError(
             "predictions of numbers need mean and variance: let `predictive` of the likelihood "

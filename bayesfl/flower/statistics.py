@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, PerClient, Survey, summed
+from bayesfl.base.surveys import PerClient, Survey, summed
 from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
@@ -111,9 +111,10 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
             question, state, place = _question(message.content)
             put = replace(tables, ids=np.array([place])).ask(question, None)
             shapes, name = question.shapes(state), type(question).__name__
+            beyond: dict[str, str] = {}
             told = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
             try:
-                answer, digest = records.pack(put(state, shapes))
+                answer, digest = records.pack(put(state, shapes, beyond))
             except Refusal as refusal:
                 log.warning("%s", refusal)
                 (rule,) = refusal.rules.values()
@@ -121,7 +122,7 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
                 return _config(refused=rule)
             ledger.note(context.run_id, name, told)
             _keep(question.kept(state, tables.sites[0], place), context)
-            config = ConfigRecord({"digest": digest, "beyond": "".join(put.beyond.values())})
+            config = ConfigRecord({"digest": digest, "beyond": "".join(beyond.values())})
             return RecordDict({"answer": answer, "config": config})
 
         return answered(message, context, work)
@@ -331,7 +332,7 @@ class RemoteSites:
             raise ValueError(f"there is no site {strangers[0]!r}; the sites are {self.names}")
         return replace(self, nodes={name: self.nodes[name] for name in self.nodes if name in names})
 
-    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
         """Return how a question is put to all sites.
 
         Raises:
@@ -378,7 +379,7 @@ class RemoteSites:
             }
             return summed(np.array(sorted(found)), stacked)
 
-        return Put(put)
+        return put
 
 
 def _answer(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +21,6 @@ from bayesfl.base.display.html import table, text
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import (
-    Ask,
     NotNegative,
     NotNegativePerClient,
     PerClient,
@@ -31,7 +30,7 @@ from bayesfl.base.surveys import (
 )
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.policy import LOG_LIKELIHOOD, Refusal
+from bayesfl.stats.policy import Put, Refusal, drawn
 from bayesfl.stats.tables import DEFAULT, Site, Tables, Weighing
 
 COARSE = 2.0**-12
@@ -98,6 +97,31 @@ class SiteSurvey(ABC):
         return total, True
 
 
+@dataclass(frozen=True)
+class AfterFit(SiteSurvey):
+    """A question about a fit.
+
+    Args:
+        likelihood: The question that was fitted.
+        at: Its last state, which sites receive as this question's first.
+    """
+
+    likelihood: Any
+    at: Tensors = field(default_factory=dict, compare=False, repr=False)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
+        return {name: t.contiguous() for name, t in self.at.items()}
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.row_weights(state, site)
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.cells(state, site)
+
+
 _open: list[list["Asked"]] = []
 """The sheets on which what is asked stands, beside that of its fit; see `Released.also`."""
 
@@ -117,7 +141,7 @@ class Asked(NamedTuple):
     answer: Mapping[str, tuple[int, ...]]
     sites: tuple[str, ...]
     refused: Mapping[str, str]
-    beyond: Mapping[str, str]
+    beyond: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -157,8 +181,7 @@ class Released:
     @property
     def log_likelihoods(self) -> int:
         """Return how many log likelihoods at shared draws each site told."""
-        shapes = [asked.answer.get(LOG_LIKELIHOOD, (0,)) for asked in self.questions]
-        return sum(torch.Size(shape).numel() for shape in shapes)
+        return sum(drawn(asked.answer) for asked in self.questions)
 
     @property
     def beyond(self) -> Counter[str]:
@@ -279,7 +302,7 @@ class Sites(Protocol):
         """Return the design of other rows, [n, p]."""
         ...
 
-    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
         """Return how a question is put to all sites."""
         ...
 
@@ -297,12 +320,15 @@ class Questions:
 
     Attributes:
         left_out: {site: why}, of sites that are asked no longer.
+        through: Function from a question to the one that sites answer in its place; None for the
+            question itself.
     """
 
     def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
         instance("sites", sites, Sites, "make them by bf.stats.tables({site: frame}, ...)")
         self.sites, self._aggregation = sites, aggregation
         self.left_out: dict[str, str] = {}
+        self.through: Callable[[Survey[Any]], Survey[Any]] | None = None
         self._asked: list[Asked] = []
 
     def first(self, survey: Callable[[int], Survey[Any]]) -> Tensors:
@@ -330,23 +356,31 @@ class Questions:
         self.left_out |= why
         self.sites = self.sites.only([name for name in self.sites.names if name not in why])
 
+    def again(self, names: Sequence[str] | None = None) -> "Questions":
+        """Return questions to the same sites, or to some of these, with a sheet of their own."""
+        sites = self.sites if names is None else self.sites.only(names)
+        made = Questions(sites, self._aggregation)
+        made.through = self.through
+        return made
+
     def conduct(self, survey: Survey[Any]) -> Tensors:
         """Put a survey's questions and return its last state.
 
         Raises:
             ValueError: As by `bayesfl.base.surveys.conduct`.
         """
-        put, names = self.sites.ask(survey, self._aggregation), self.sites.names
+        put = self.sites.ask((self.through or (lambda one: one))(survey), self._aggregation)
+        names = self.sites.names
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
             question = Asked(type(survey).__name__, dict(shapes), names, {}, {})
             try:
-                total = put(state, shapes)
+                total = put(state, shapes, question.beyond)
             except Refusal as refusal:
                 others = tuple(name for name in names if name not in refusal.rules)
-                note(question._replace(sites=others, refused=refusal.rules))
+                note(question._replace(sites=others, refused=refusal.rules, beyond={}))
                 raise
-            note(question._replace(beyond=dict(getattr(put, "beyond", {}))))
+            note(question)
             return total
 
         def note(question: Asked) -> None:
@@ -464,8 +498,6 @@ class Sums(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
-        if self.family is not None and site.y is None:
-            raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
         y = torch.zeros_like(site.weights) if site.y is None else site.y
         values = torch.cat([site.x, y[:, None]], 1) if self.family == "gaussian" else site.x
         if "unit" in state:
@@ -473,7 +505,7 @@ class Sums(SiteSurvey):
             away = (values - state["centre"]) / state["unit"]
             return {"sum": weights @ away, "square": weights @ away.square()}
         if self.family is not None:
-            FAMILIES[self.family].check(y, site.name)
+            FAMILIES[self.family].check(site.outcome, site.name)
         return {
             "n_dropped": slot(site.dropped, place, self.sites),
             "rows": slot(site.counts.sum(), place, self.sites),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pandas
 import torch
 from torch import Tensor
 
@@ -240,8 +241,6 @@ class Description(Shown):
         [quartiles] of numbers, count (share) of truth values and levels, and the largest
         standardised difference.
         """
-        import pandas
-
         rows: dict[str, list[str]] = {}
         told = self.statistics
         counts = told.loc[("", "rows")]
@@ -320,8 +319,6 @@ def describe(
         >>> found.statistics.loc[("age", "mean")].tolist()
         [50.0, 60.0, 55.0]
     """
-    import pandas
-
     asked = Questions(sites, aggregation)
     grouped: dict[str, Any] = {"columns": len(sites.columns)}
     if isinstance(by, Levels):
@@ -405,8 +402,6 @@ def _difference(mean: Tensor, variance: Tensor) -> float:
     """Return the largest standardised difference between two of the groups: infinite where two
     constants differ, NaN where no two have a variance.
     """
-    import pandas
-
     apart = (mean[:, None] - mean).abs()
     spread = ((variance[:, None] + variance) / 2).sqrt()
     found = torch.where((apart == 0) & ~spread.isnan(), 0.0, apart / spread)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import pandas
 import torch
 from scipy import stats
 from torch import Tensor
@@ -13,7 +14,7 @@ from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient, Survey
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
+from bayesfl.stats.asking import AfterFit, Questions, Released, slot
 from bayesfl.stats.families import saturated
 from bayesfl.stats.tables import Site
 
@@ -26,45 +27,31 @@ DOUBT = 0.01
 
 
 @dataclass(frozen=True)
-class Looks(SiteSurvey):
+class Looks(AfterFit):
     """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
     of which a site with a policy tells nothing, and each site's concordance with its variance.
 
     Args:
-        regression: The regression, the survey of `bf.stats.glm`.
         sites: Number of sites J.
-        theta: The estimate, [q].
     """
 
-    regression: Any
-    sites: int
-    theta: tuple[float, ...]
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return where predictions are made."""
-        theta = torch.tensor(self.theta, dtype=torch.float64)
-        return self.regression.start(about) | {"theta": theta}
+    sites: int = 1
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j, groups = PerClient((self.sites,)), (GROUPS,)
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
-        if self.regression.family in COUNTS:
+        if self.likelihood.family in COUNTS:
             found |= {"spread": j, "pearson": (), "tails": ()}
-        if self.regression.family in BINARY:
+        if self.likelihood.family in BINARY:
             found |= {"spread": j, "auc": j, "variance": j, "known": j}
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
 
-    def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information, [n]; see `SiteSurvey`."""
-        return self.regression.row_weights(state, site)
-
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        family, y, w = self.regression.family, site.y, site.weights
-        assert y is not None
-        mean = self.regression.means(state, site)
+        family, y, w = self.likelihood.family, site.outcome, site.weights
+        mean = self.likelihood.means(state, site)
         found = {
             "saturated": w @ (saturated(y) if family == "poisson" else torch.zeros_like(y)),
             "expected": slot(w @ mean, place, self.sites),
@@ -189,7 +176,7 @@ def diagnose(
     asked: Questions,
     survey: Any,
     null: Survey[Any],
-    theta: Tensor,
+    state: Tensors,
     loss: float,
     rows: dict[str, float],
     level: float,
@@ -202,19 +189,17 @@ def diagnose(
         asked: Puts the questions to the sites of the fit.
         survey: The regression, the survey of `bf.stats.glm`.
         null: The survey that fits intercepts alone, by Newton's steps.
-        theta: The estimate, [q].
+        state: Its last state.
         loss: Negative log likelihood there, in nats.
         rows: {site: its number of rows}.
         level: Probability of intervals.
         counts: Whether it is asked if counts vary more than the family's.
     """
-    import pandas
-
     names = asked.sites.names
-    looks = asked.conduct(Looks(survey, len(names), tuple(theta.tolist())))
+    looks = asked.conduct(Looks(survey, state, len(names)))
     least, alone = float(looks["saturated"]), newton.minimum(asked.conduct(null)).loss
     unit = survey.outcome_scale**2
-    parameters = len(theta) + survey.per_site * len(names)
+    parameters = len(state["theta"]) + survey.per_site * len(names)
     own_scale = survey.family == "negative_binomial"
     sums = {key: looks[key].numpy() for key in ("observed", "expected")}
     risk = areas = None
@@ -281,8 +266,6 @@ def _said(
 
 
 def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:
-    import pandas
-
     pairs = looks["known"]
     share = pairs / pairs.sum()
     auc = torch.cat([looks["auc"], (share @ looks["auc"])[None]])

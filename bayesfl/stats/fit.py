@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import torch
 from scipy import stats
 from torch import Tensor
 
-from bayesfl.base.display.html import facts, frame, picture, table, text
+from bayesfl.base.display.html import facts, picture, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.display.sheet import Sheet, Shown, of_frame
-from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released, Sites, SiteSurvey, with_likelihood
+from bayesfl.stats.asking import Released, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum, eigen
-from bayesfl.stats.tables import Site, Weighing
+from bayesfl.stats.tables import Weighing
 
 Errors = Literal["model", "sandwich", "site"]
 ERRORS = {
@@ -38,31 +38,6 @@ grow without end."""
 
 ALONE = 1e-8
 """The share of the information that other sites have in a direction; none, if below this."""
-
-
-@dataclass(frozen=True)
-class AfterFit(SiteSurvey):
-    """A question about a fit.
-
-    Args:
-        likelihood: The question that was fitted.
-        at: Its last state, which sites receive as this question's first.
-    """
-
-    likelihood: Any
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
-        return {name: t.contiguous() for name, t in self.at.items()}
-
-    def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return those of the fitted question; see `SiteSurvey`."""
-        return self.likelihood.row_weights(state, site)
-
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return those of the fitted question; see `SiteSurvey`."""
-        return self.likelihood.cells(state, site)
 
 
 def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
@@ -95,11 +70,11 @@ def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Refits(Shown, ABC):
     """A fit that can be repeated without some of its sites.
 
-    A subclass has `interval`, `table` and `_facts`.
+    A subclass has `table`, whose first column are the estimates, and `_facts`.
 
     Args:
         model: What was fitted, in words.
@@ -107,6 +82,8 @@ class Refits(Shown, ABC):
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
+        events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
+        said: What else to know of the estimates, in words.
         released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
@@ -116,17 +93,27 @@ class Refits(Shown, ABC):
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
     left_out: Mapping[str, str]
+    events: Mapping[str, float] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
     released: Released
     refit: Callable[[Sequence[str]], Any]
+
+    @property
+    def n(self) -> float:
+        """Return the number of rows of all sites, each as often as it counts."""
+        return sum(self.rows.values())
 
     @property
     def questions(self) -> int:
         """Return how many questions were asked."""
         return len(self.released.questions)
 
-    @abstractmethod
     def interval(self, term: str, level: float) -> dict[str, float]:
         """Return `estimate`, `low` and `high` of a coefficient."""
+        row = self.table(level).loc[term]
+        return dict(
+            zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(like=" %")), strict=True)
+        )
 
     @abstractmethod
     def table(self, level: float = 0.95) -> Any:
@@ -135,6 +122,28 @@ class Refits(Shown, ABC):
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
+
+    def sheet(self) -> Sheet:
+        """Return the table of parameters, with what it rests on below it."""
+        with_events = [
+            f"{site} {count:.10g}"
+            + (f" ({self.events[site]:g} events)" if site in self.events else "")
+            + (f", {self.dropped[site]} rows left out" if self.dropped.get(site) else "")
+            for site, count in self.rows.items()
+        ]
+        lines = [
+            f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            f"{self.questions} questions; "
+            + ", ".join(
+                f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
+                for what, value in self._facts().items()
+                if what != "note"
+            ),
+            *self.said,
+            str(self.released),
+        ]
+        return of_frame(self.table(), self.model, lines)
 
     def report(self, path: str | os.PathLike[str], *, by_site: Sequence[str] = ()) -> None:
         """Write a report of the fit: one page of HTML that needs no other file.
@@ -166,7 +175,7 @@ class Refits(Shown, ABC):
         forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
         counts: dict[str, Mapping[str, float]] = {
             "rows": self.rows,
-            "events": getattr(self, "events", {}),
+            "events": self.events,
             "rows left out": self.dropped if any(self.dropped.values()) else {},
             "bytes sent": self.released.bytes,
         }
@@ -175,7 +184,7 @@ class Refits(Shown, ABC):
             f"<p>{text(site)}: {text(why)}.</p>" for site, why in self.left_out.items()
         )
         parts = [
-            Section("Parameters", frame(self.table().rename_axis("parameter"))),
+            Section("Parameters", of_frame(self.table().rename_axis("parameter"))._repr_html_()),
             *([Section("By site", f'<div class="pictures">{forests}</div>')] if forests else []),
             Section("Sites", table({"site": list(self.rows), **sites}) + absent),
             Section("Fit", facts(self._facts())),
@@ -227,8 +236,6 @@ class Refits(Shown, ABC):
         return self._refitted(parts, term, level)
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
-        import pandas
-
         if term not in self.names:
             raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
         rows: dict[str, dict[str, Any]] = {}
@@ -247,7 +254,7 @@ class Refits(Shown, ABC):
         return found[["estimate", "low", "high", "rows", "why"]]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Fit(Refits):
     """A fit to the rows of all sites; `print` shows its table.
 
@@ -256,7 +263,6 @@ class Fit(Refits):
         covariance: The covariance of their errors, [q, q].
         errors: How the errors were found, in words.
         ratio: What the exponential of a coefficient is called; None where it says nothing.
-        events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
         log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
             weights a pseudo-likelihood, of weights whose mean is 1.
         parameters: Number of parameters, own intercepts included.
@@ -269,7 +275,6 @@ class Fit(Refits):
         further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
             `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
         weighing: What the weights of rows were.
-        said: What else to know of the estimates, in words.
 
     Example:
         >>> import pandas as pd
@@ -284,7 +289,6 @@ class Fit(Refits):
     covariance: Tensor
     errors: str
     ratio: str | None
-    events: Mapping[str, float]
     log_likelihood: float
     parameters: int
     likelihood: str
@@ -294,19 +298,11 @@ class Fit(Refits):
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
     weighing: Weighing = "none"
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
 
     @property
     def coefficients(self) -> Any:
         """Return the estimates as a series of pandas, by name."""
-        import pandas
-
         return pandas.Series(self.estimate.numpy(), index=list(self.names))
-
-    @property
-    def n(self) -> float:
-        """Return the number of rows of all sites, each as often as it counts."""
-        return sum(self.rows.values())
 
     @property
     def aic(self) -> float:
@@ -334,8 +330,6 @@ class Fit(Refits):
         Args:
             level: Probability of the intervals.
         """
-        import pandas
-
         estimate, error = self.estimate.numpy(), self.covariance.diagonal().sqrt().numpy()
         z = estimate / error
         law = stats.norm if self.degrees is None else stats.t(np.asarray(self.degrees))
@@ -367,28 +361,6 @@ class Fit(Refits):
             **({"note": "; ".join(self.said)} if self.said else {}),
             **({} if self.evidence is None else {"log evidence": self.evidence}),
         }
-
-    def sheet(self) -> Sheet:
-        """Return the table of parameters, with what it rests on below it."""
-        with_events = [
-            f"{site} {count:.10g}"
-            + (f" ({self.events[site]:g} events)" if site in self.events else "")
-            + (f", {self.dropped[site]} rows left out" if self.dropped.get(site) else "")
-            for site, count in self.rows.items()
-        ]
-        lines = [
-            f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
-            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            f"{self.questions} questions; "
-            + ", ".join(
-                f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
-                for what, value in self._facts().items()
-                if what != "note"
-            ),
-            *self.said,
-            str(self.released),
-        ]
-        return of_frame(self.table(), self.model, lines)
 
     def compare(self, other: "Fit") -> str:
         """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
@@ -590,11 +562,6 @@ class Fit(Refits):
             ValueError: There is no such coefficient.
         """
         return self._refitted({site: [site] for site in self.rows}, term, level)
-
-    def interval(self, term: str, level: float) -> dict[str, float]:
-        """Return `estimate`, `low` and `high` of a coefficient."""
-        row = self.table(level).loc[term]
-        return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
 
 
 def inverse(found: Minimum, names: Sequence[str]) -> Tensor:

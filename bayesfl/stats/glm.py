@@ -11,11 +11,12 @@ whose sums are slope and Hessian of the profile likelihood. No own intercept lea
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import pandas
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
+    AfterFit,
     Questions,
     Sites,
     SiteSurvey,
@@ -41,7 +43,6 @@ from bayesfl.stats.families import FAMILIES, row_information
 from bayesfl.stats.fit import (
     ALONE,
     ERRORS,
-    AfterFit,
     Errors,
     Fit,
     chosen_errors,
@@ -171,10 +172,9 @@ class Likelihood(SiteSurvey):
         """Return a site whose outcomes, what is added to its predictors, and whose weights are in
         their units.
         """
-        assert site.y is not None
         return replace(
             site,
-            y=(site.y - self.outcome_centre) / self.outcome_scale,
+            y=(site.outcome - self.outcome_centre) / self.outcome_scale,
             offset=site.offset / self.outcome_scale,
             weights=site.weights / self.unit,
         )
@@ -210,10 +210,9 @@ class Likelihood(SiteSurvey):
     def at(self, state: Tensors, site: Site) -> "At":
         """Return what a site's rows say at the parameters, its own intercept at its best."""
         site = self.standardised(site)
-        assert site.y is not None
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
-        pieces = FAMILIES[self.family].pieces(eta, site.y, own)
+        pieces = FAMILIES[self.family].pieces(eta, site.outcome, own)
         information = site.weights[:, None, None] * pieces.information
         volume = information[:, 0, 0].sum() + strength
         return At(
@@ -222,7 +221,7 @@ class Likelihood(SiteSurvey):
             slope=site.weights[:, None] * pieces.slope,
             information=information,
             outside=not (pieces.loss.isfinite().all() and pieces.information.isfinite().all()),
-            wrong=((eta - site.offset) * (2 * site.y - 1) <= 0).sum(),
+            wrong=((eta - site.offset) * (2 * site.outcome - 1) <= 0).sum(),
             own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
         )
@@ -319,8 +318,7 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
         own: The family's own parameters.
         strength: Precision of its prior; 0 without one.
     """
-    rule, y = FAMILIES[family], site.y
-    assert y is not None
+    rule, y = FAMILIES[family], site.outcome
     # No mean overflows here, whatever the offsets, and the log link's are within its range.
     alpha = best = -eta.max() - int(family == "log_binomial")
     lowest = torch.inf
@@ -425,8 +423,6 @@ class OwnIntercept(AfterFit):
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the site's own model, with a column for each parameter."""
-        import pandas
-
         values = (self.likelihood.own_intercept(state, site), *state["estimate"].tolist())
         return pandas.DataFrame([values], columns=["(intercept)", *self.names])
 
@@ -479,28 +475,65 @@ def glm(
         >>> round(float(fit.coefficients["dose"]), 3)
         1.345
     """
+    return regression(
+        Questions(sites, aggregation),
+        sites.columns,
+        family=family,
+        per_site=intercept == "per_site",
+        errors=errors,
+        prior=prior,
+        refit=lambda chosen: glm(
+            sites.only(chosen),
+            family=family,
+            intercept=intercept,
+            errors=errors,
+            prior=prior,
+            aggregation=aggregation,
+        ),
+    )
+
+
+def regression(
+    asked: Questions,
+    columns: tuple[str, ...],
+    *,
+    family: str,
+    per_site: bool,
+    errors: Errors | None,
+    prior: float | None,
+    refit: Callable[[Sequence[str]], Fit],
+) -> Fit:
+    """Return the fit of a generalised linear model; see `glm`.
+
+    Args:
+        asked: Puts the questions.
+        columns: Names of the columns of the design.
+        family: As in `glm`.
+        per_site: Whether each site has an intercept of its own.
+        errors: As in `glm`.
+        prior: As in `glm`.
+        refit: As in `Fit`.
+    """
     if family == "gaussian" and prior is not None:
         raise ValueError("prior= is for families without a scale of their own; leave it out")
-    asked = Questions(sites, aggregation)
-    per_site = intercept == "per_site"
-    sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
+    sums = asked.first(lambda count: Sums(count, len(columns), family))
     rows, dropped, events = (
         counted(asked.sites.names, sums[name]) for name in ("rows", "n_dropped", "outcome")
     )
-    centre, scale = standard(sums, sites.columns)
-    outcome = getattr(sites, "outcome", None) or "outcome"
+    centre, scale = standard(sums, columns)
+    outcome = getattr(asked.sites, "outcome", None) or "outcome"
     middle, unit = outcome_unit(family, sums, outcome)
     if per_site and prior is None:
         asked.leave_out(_silent(family, rows, events))
-    kept = asked.sites.names
+    sites, kept = asked.sites, asked.sites.names
     if not kept:
         told = "; ".join(f"{name}, {why}" for name, why in asked.left_out.items())
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
-    errors = chosen_errors(asked.sites, errors, prior)
+    errors = chosen_errors(sites, errors, prior)
     rule = FAMILIES[family]
     survey = Likelihood(
         family=family,
-        columns=len(sites.columns),
+        columns=len(columns),
         per_site=per_site,
         prior=prior,
         centre=tuple(centre.tolist()),
@@ -515,7 +548,7 @@ def glm(
     )
     state = asked.conduct(survey)
     found = newton.minimum(state)
-    names = (() if per_site else ("(intercept)",)) + sites.columns + rule.own
+    names = (() if per_site else ("(intercept)",)) + columns + rule.own
     rows = {name: rows[name] for name in kept}
     n = sum(rows.values())
     free = len(names) + per_site * len(kept)
@@ -564,13 +597,10 @@ def glm(
     estimate, covariance = unit * change @ found.theta, unit**2 * change @ covariance @ change.T
     estimate[:first] += middle
     own = {}
-    if per_site and isinstance(asked.sites, Tables):
-        own = {site.name: survey.own_intercept(state, site) for site in asked.sites.sites}
+    if per_site and isinstance(sites, Tables) and asked.through is None:
+        own = {site.name: survey.own_intercept(state, site) for site in sites.sites}
     elif per_site:
         asked.conduct(OwnIntercept(survey, state | {"estimate": estimate}, names))
-
-    def again(names: Sequence[str] = kept) -> Questions:
-        return Questions(asked.sites.only(names), aggregation)
 
     def predict(frame: Any, site: Any) -> Tensor:
         if per_site and site not in own:
@@ -584,13 +614,11 @@ def glm(
 
     def diagnostics(level: float, *, counts: bool = True) -> Diagnostics:
         null = replace(survey, columns=0, prior=None, centre=(), scale=())
-        return diagnose(again(), survey, null, found.theta, plain, rows, level, counts=counts)
+        return diagnose(asked.again(), survey, null, state, plain, rows, level, counts=counts)
 
     def own_slopes() -> Any:
-        import pandas
-
         def evidence(names: Sequence[str]) -> float:
-            state = again(names).conduct(survey)
+            state = asked.again(names).conduct(survey)
             return _evidence(survey, state, newton.minimum(state), len(names))
 
         whole = evidence(kept)
@@ -598,7 +626,7 @@ def glm(
         return pandas.Series({site: evidence([site]) + others[site] - whole for site in kept})
 
     further: dict[str, Any] = {
-        "used rows": lambda key: used_rows(again(), key),
+        "used rows": lambda key: used_rows(asked.again(), key),
         "predict": predict,
     }
     if sites.weighing != "probability":
@@ -627,14 +655,7 @@ def glm(
         own_intercepts=own,
         weighing=sites.weighing,
         further=further,
-        refit=lambda chosen: glm(
-            sites.only(chosen),
-            family=family,
-            intercept=intercept,
-            errors=errors,
-            prior=prior,
-            aggregation=aggregation,
-        ),
+        refit=refit,
     )
 
 

@@ -31,12 +31,12 @@ from itertools import accumulate, combinations
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import scipy.linalg
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
@@ -188,8 +188,11 @@ class Hierarchy(SiteSurvey):
 
     def groups(self, site: Site) -> Groups:
         """Return a site's rows by group."""
-        assert site.y is not None
-        x, y, offset = self.design(site), (site.y - self.shift) / self.unit, site.offset / self.unit
+        x, y, offset = (
+            self.design(site),
+            (site.outcome - self.shift) / self.unit,
+            site.offset / self.unit,
+        )
         group = torch.from_numpy(self.labels(site)[0])
         return Groups.of(x, x @ self.loads, y, site.weights, offset, group, len(self.common))
 
@@ -200,8 +203,6 @@ class Hierarchy(SiteSurvey):
         Raises:
             ValueError: The site has no such column, or a value is missing.
         """
-        import pandas
-
         if self.group is None:
             return np.zeros(len(site.x), int), (site.name,)
         codes, names = pandas.factorize(column_of(site.frame, self.group, site.name), sort=True)
@@ -526,8 +527,6 @@ class Own(Hierarchy):
         """Return draws of the site's own coefficients, of columns as they are, with a row for each
         draw, or for each draw and group.
         """
-        import pandas
-
         draws = self.draws(site, place).numpy()
         found = pandas.DataFrame(draws.reshape(-1, draws.shape[-1]), columns=list(self.names))
         if self.group is not None:
@@ -589,7 +588,7 @@ class Level:
         return found
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Mixed(Refits):
     """The posterior of a mixed model over sites; `print` shows its table.
 
@@ -711,11 +710,6 @@ class Mixed(Refits):
         made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
 
-    def interval(self, term: str, level: float) -> dict[str, float]:
-        """Return mean, `estimate`, and quantiles, `low` and `high`, of a shared coefficient."""
-        row = self.table(level).loc[term]
-        return {"estimate": row.iloc[0], "low": row.iloc[2], "high": row.iloc[3]}
-
     def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
         return {
@@ -724,23 +718,6 @@ class Mixed(Refits):
             "log evidence": self.evidence,
             f"{'restricted ' * self.restricted}log likelihood": self.log_likelihood,
         }
-
-    def sheet(self) -> Sheet:
-        """Return the table of parameters, with what it rests on below it."""
-        counted = "; ".join(
-            f"{site} {count}"
-            + (f" ({self.dropped[site]} left out)" if self.dropped.get(site) else "")
-            for site, count in self.rows.items()
-        )
-        lines = [
-            f"{len(self.rows)} sites, {sum(self.rows.values())} rows: {counted}",
-            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            f"{self.effective:.0f} effective draws, k-hat {self.k_hat:.2f}; "
-            f"{self.questions} questions; log evidence {self.evidence:.4f}; "
-            f"{'restricted ' * self.restricted}log likelihood {self.log_likelihood:.4f}",
-            str(self.released),
-        ]
-        return of_frame(self.table(), self.model, lines)
 
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: `beta` by term, `tau` by effect, correlations
@@ -806,8 +783,6 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 def _summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
-    import pandas
-
     low, high = (1 - level) / 2, (1 + level) / 2
     values = torch.stack(list(draws.values())).numpy()
     columns = {

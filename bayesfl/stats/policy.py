@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 LOG_LIKELIHOOD = "log_likelihood"
 """The answer's name under which log likelihoods at shared draws leave a site."""
+Put: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]], dict[str, str]], Tensors]
+"""How a question is put to sites: its state, the shapes of the answer, and {site: the rule of the
+default policy that its answer breaks}, which is filled, to the sum of the answers.
+"""
 MOST = 0.9
 """A column is that of a few rows if these hold so much of its squares about the median."""
 
@@ -241,24 +245,6 @@ class Question:
     def named(self, site: "Site") -> set[str]:
         """Return a site's columns that the question names, as those of groups and times."""
         return {part for part in self.parts if isinstance(part, str) and part in site.frame}
-
-
-@dataclass
-class Put:
-    """A question that is put to sites, which says whose answers break the default policy.
-
-    Args:
-        put: Function (state, shapes, {site: rule} to fill) -> the sum of the answers.
-        beyond: {site: the rule of the default policy that its last answer breaks}.
-    """
-
-    put: Callable[[Tensors, Mapping[str, tuple[int, ...]], dict[str, str]], Tensors]
-    beyond: dict[str, str] = field(default_factory=dict)
-
-    def __call__(self, state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        """Put the question."""
-        self.beyond.clear()
-        return self.put(state, shapes, self.beyond)
 
 
 def _first(rules: Mapping[str, Callable[[], Any]]) -> str | None:

@@ -77,6 +77,17 @@ class Site:
         """Return how many rows each one stands for, [n]: its frequency weight, else 1."""
         return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
 
+    @property
+    def outcome(self) -> Tensor:
+        """Return the outcomes, [n].
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self.y is None:
+            raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
+        return self.y
+
     @cached_property
     def columns(self) -> Tensor:
         """Return the columns of the design and, last, the outcome if there is one, [n, p + 1]."""
@@ -259,7 +270,7 @@ class Tables:
                     policy.ledger.drawn += drawn(shapes)  # one that sites share counts once
             return added(state, shapes)
 
-        return Put(put)
+        return put
 
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p] in float64, NaN where a value is missing.
@@ -340,8 +351,6 @@ def tables(
             "frames is a mapping of sites' names to their data frames, as "
             "{'north': pandas.read_csv('north.csv')}"
         )
-    if not frames:
-        raise ValueError("frames must name one site at least")
     frames = {name: pandas_of(frame) for name, frame in _by_text(frames).items()}
     if isinstance(policy, Mapping):
         policy = _by_text(policy)

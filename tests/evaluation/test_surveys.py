@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from bayesfl.base.surveys import answers, checked, conduct, named_split, together, uplink_bytes
+from bayesfl.base.surveys import answers, checked, conduct, together, uplink_bytes
 from bayesfl.evaluation.calibration import Temperature
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.surveys import LocalPredictions
@@ -129,10 +129,7 @@ def test_numbers_that_are_declared_not_negative_are_checked():
         checked(said | {"h": -said["h"]}, shapes, "its answer")
 
 
-def test_what_is_no_survey_or_does_not_end():
-    for other in (3, Share):
-        with pytest.raises(TypeError, match="a survey has split, start, shapes, answer and solve"):
-            named_split(other)
+def test_what_does_not_end():
     endless = type("Endless", (Share,), {"solve": lambda self, state, total: (state, False)})()
     with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
         conduct(

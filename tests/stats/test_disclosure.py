@@ -51,8 +51,8 @@ class Overheard(Tables):
     def ask(self, survey: Any, aggregation: Any) -> Any:
         put = super().ask(survey, aggregation)
 
-        def ask(state: Any, shapes: Any) -> Any:
-            told = put(state, shapes)
+        def ask(state: Any, shapes: Any, beyond: Any) -> Any:
+            told = put(state, shapes, beyond)
             EQUATIONS.extend(equations(self, survey, state, told))
             return told
 
@@ -126,7 +126,7 @@ def analyse(rng: np.random.Generator, rows: pd.DataFrame, policy: Policy) -> Non
         )
         slopes = [1.0 if name == "age" else 0.0 for name in terms]
         state = question.start(None) | {"theta": torch.tensor([0.0, *slopes], dtype=torch.float64)}
-        heard.ask(question, None)(state, question.shapes(state))
+        heard.ask(question, None)(state, question.shapes(state), {})
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
@@ -150,7 +150,7 @@ def test_random_analyses_do_not_tell_a_person(count: int):
     sites = bf.stats.tables({"va": rows}, outcome="ill", terms=["age", "sbp"])
     heard = Overheard(**{name: getattr(sites, name) for name in vars(sites)})
     state = one.start(None) | {"theta": torch.tensor([0.0, 1, 0], dtype=torch.float64)}
-    heard.ask(one, None)(state, one.shapes(state))
+    heard.ask(one, None)(state, one.shapes(state), {})
     assert recovered(rows, "sbp")[17] == pytest.approx(rows["sbp"][17])
 
 

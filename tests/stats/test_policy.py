@@ -108,7 +108,7 @@ WEIGHED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {},
     ),
     "looks": (
-        lambda **given: Looks(Likelihood("binomial", 1, False, **given), 1, (0.0, 1.0)),
+        lambda **given: after(Looks, Likelihood("binomial", 1, False, **given), (0.0, 1.0)),
         {},
     ),
 }
@@ -127,10 +127,10 @@ def test_min_rows_bounds_the_weight_of_a_row_in_every_survey(name: str):
         state = state_of(question, **changes)
         put = tables.ask(question, None)
         if passes:
-            put(state, question.shapes(state))
+            put(state, question.shapes(state), {})
         else:
             with pytest.raises(Refusal, match="by its policy's rule min_rows"):
-                put(state, question.shapes(state))
+                put(state, question.shapes(state), {})
 
 
 def test_min_rows_bounds_weights():
@@ -148,7 +148,7 @@ def test_draws_at_which_one_row_counts_are_told_to_be_unlikely():
     question = Draws("binomial", 3, (), (0,), None, (0.0,) * 3, (10.0, 1.0, 1.0), at=at)
     state = question.start(None)
     free, told = (
-        one.ask(question, None)(state, question.shapes(state))["log_likelihood"]
+        one.ask(question, None)(state, question.shapes(state), {})["log_likelihood"]
         for one in (given, replace(given, policy=Policy()))
     )
     assert torch.equal(told[[0, 2]], free[[0, 2]])
@@ -217,7 +217,7 @@ def test_thresholds_lie_on_a_lattice_and_counts_are_told_in_steps():
         at = (((float(threshold),) * 3,) * 2,) * 2
         question = Quantiles(sites=1, columns=1, low=at, high=at, weight=(60.0, 60.0))
         state = question.start(None)
-        below = tables.ask(question, None)(state, question.shapes(state))["below"][0, 0, 0]
+        below = tables.ask(question, None)(state, question.shapes(state), {})["below"][0, 0, 0]
         assert below <= (ages <= round(threshold)).sum() + 2
         told.add(int(below))
     assert (np.diff(sorted(told)) >= 3).all()
@@ -600,7 +600,7 @@ def test_rows_outside_a_models_range_hide_no_others():
     for slope in (40.0, -40.0):
         survey = Likelihood("log_binomial", 2, per_site=False, centre=(60.0, 0.0), scale=(1.0, 1.0))
         state = survey.start(None) | {"theta": torch.tensor([-1.0, slope, 0.0]).double()}
-        told = tables.ask(survey, None)(state, survey.shapes(state))
+        told = tables.ask(survey, None)(state, survey.shapes(state), {})
         assert told.pop("n_outside") == 1
         assert not any(t.any() for t in told.values())
         cox = PartialLikelihood("month", "dead", 2, None, None, (60.0, 0.0), (1.0, 1.0))

@@ -179,12 +179,10 @@ def test_what_are_no_frames(given: Any):
         bf.stats.tables(given, terms=["age"])
 
 
-def test_levels_and_sites_that_do_not_make_a_table():
+def test_levels_that_do_not_make_a_category():
     for values in ([1], [1, 2, 1]):
         with pytest.raises(ValueError, match="two or more, each once"):
             levels("cp", values)
-    with pytest.raises(ValueError, match="one site at least"):
-        bf.stats.tables({})
 
 
 def test_what_is_warned_of():

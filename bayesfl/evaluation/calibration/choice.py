@@ -1,5 +1,6 @@
 """The choice of each client between its own model and the server's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -8,14 +9,13 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import PerClient
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class Choice(PerClient):
+class Choice:
     """Let each client predict with the server's model where that is better than its own, by an
     exact test on its own rows.
 
@@ -48,6 +48,18 @@ class Choice(PerClient):
     def start(self, outputs: Outputs) -> Tensors:
         """Return an empty state."""
         return {}
+
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return nothing, as nothing is asked."""
+        return {}
+
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
+        """Return nothing."""
+        return {}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the state, which is the last."""
+        return state, True
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return which clients take the server's model, `shared`, and on how many rows that is
@@ -93,6 +105,5 @@ def _losses(local: LocalPredictions, predictions: Predictions) -> Tensor:
         other = replace(local, predictions=replace(predictions, labels=local.labels))
         logits, labels, _ = other.labelled
         return (logits.argmax(-1) != labels).double()
-    assert predictions.mean is not None  # as numbers have
-    centre = predictions.mean.double()
+    centre = present(predictions.mean).double()
     return (local.labels.reshape(centre.shape).double() - centre).square().sum(-1)

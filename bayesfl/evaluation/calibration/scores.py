@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.numerics import levelled
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, present
 
 Score: TypeAlias = Literal["lac", "aps", "raps"]
 
@@ -62,9 +62,12 @@ def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
     """
     y = targets.double().reshape(len(predictions.mask), -1)
     if predictions.variance is None:
-        lower, upper = _double(predictions.lower), _double(predictions.upper)
+        lower, upper = present(predictions.lower).double(), present(predictions.upper).double()
         return torch.maximum(lower - y, y - upper).amax(-1)
-    return ((y - _double(predictions.mean)).abs() / _double(predictions.variance).sqrt()).amax(-1)
+    return (
+        (y - present(predictions.mean).double()).abs()
+        / present(predictions.variance).double().sqrt()
+    ).amax(-1)
 
 
 def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,15 +76,13 @@ def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tens
     """
     t = threshold.unsqueeze(-1)
     if predictions.variance is None:
-        lower, upper = _double(predictions.lower) - t, _double(predictions.upper) + t
+        lower, upper = (
+            present(predictions.lower).double() - t,
+            present(predictions.upper).double() + t,
+        )
         middle = (lower + upper) / 2
         return torch.minimum(lower, middle.nan_to_num(nan=-torch.inf)), torch.maximum(
             upper, middle.nan_to_num(nan=torch.inf)
         )
-    half = t * _double(predictions.variance).sqrt()
-    return _double(predictions.mean) - half, _double(predictions.mean) + half
-
-
-def _double(t: Tensor | None) -> Tensor:
-    assert t is not None  # the caller has seen what is predicted
-    return t.double()
+    half = t * present(predictions.variance).double().sqrt()
+    return present(predictions.mean).double() - half, present(predictions.mean).double() + half

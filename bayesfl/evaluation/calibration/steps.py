@@ -1,6 +1,6 @@
 """Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, together
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 
@@ -38,24 +38,6 @@ class Step(Survey[LocalPredictions], Protocol):
             local: The predictions to change, and whose they are; labels are not read.
         """
         ...
-
-
-class PerClient:
-    """Give a step what it has in common with others that each client fits alone: nothing is asked,
-    and nothing sent.
-    """
-
-    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return nothing, as nothing is asked."""
-        return {}
-
-    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
-        """Return nothing."""
-        return {}
-
-    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the state, which is the last."""
-        return state, True
 
 
 @dataclass(frozen=True)
@@ -179,8 +161,7 @@ def changed(predictions: Predictions, logits: Tensor) -> Predictions:
     """Return predictions with the probabilities of these logits; the epistemic part stays, capped
     at the entropy of these.
     """
-    assert predictions.probs is not None
-    probs = logits.softmax(-1).to(predictions.probs)
+    probs = logits.softmax(-1).to(present(predictions.probs))
     return replace(
         predictions,
         probs=probs,

@@ -205,20 +205,6 @@ def as_clients(predictions: Any, truths: Any, mask: Tensor | None) -> tuple[Tens
     return predictions[None], truths[None], torch.ones(1, len(predictions), dtype=torch.bool)
 
 
-def check_alike(**numbers: Tensor) -> None:
-    """Check that tensors are numbers of the same outputs, [J, N, O] each.
-
-    Raises:
-        ValueError: They have other shapes; the targets of one output alone may be [J, N].
-    """
-    shapes = {name: list(t.shape) for name, t in numbers.items()}
-    if any(len(shape) != 3 or shape != next(iter(shapes.values())) for shape in shapes.values()):
-        raise ValueError(
-            f"{', '.join(shapes)} must be [J, N, O], a row of outputs for each example, targets of "
-            f"one output [J, N] too; got {shapes}"
-        )
-
-
 def check_shapes(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
     """Check that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
 
@@ -257,7 +243,12 @@ def rows_of_numbers(
     first, (_, y, inside) = next(iter(found.values())), next(iter(each.values()))
     y, inside = y.detach().cpu(), inside.detach().cpu()
     y = y[..., None] if y.dim() == 2 and first.shape[-1] == 1 else y
-    check_alike(**found, targets=y)
+    shapes = {name: list(t.shape) for name, t in {**found, "targets": y}.items()}
+    if first.dim() != 3 or any(shape != list(first.shape) for shape in shapes.values()):
+        raise ValueError(
+            f"{', '.join(shapes)} must be [J, N, O], a row of outputs for each example, targets of "
+            f"one output [J, N] too; got {shapes}"
+        )
     check_shapes(first, inside)
     rows = [t[inside] for t in (*found.values(), y)]
     if not bool(rows[-1].isfinite().all()):

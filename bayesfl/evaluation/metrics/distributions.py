@@ -3,8 +3,7 @@ binomial ones.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,34 +17,6 @@ NODES = 128
 POISSON = (
     1e-7  # excess of the variance over the mean, as a share of it, below which counts are Poisson
 )
-
-
-class Distribution(Protocol):
-    """The interface of predictive distributions, elementwise over tensors of any shape, in
-    float64.
-    """
-
-    def nll(self, y: Tensor) -> Tensor:
-        """Return the negative logarithm of the density, or of the probability of a count,
-        in nats.
-        """
-        ...
-
-    def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y <= y)."""
-        ...
-
-    def below(self, y: Tensor) -> Tensor:
-        """Return P(Y < y)."""
-        ...
-
-    def quantile(self, p: float) -> Tensor:
-        """Return the least y with P(Y <= y) >= p."""
-        ...
-
-    def crps(self, y: Tensor) -> Tensor:
-        """Return the continuous ranked probability score, in the targets' unit."""
-        ...
 
 
 class NormalDistribution:
@@ -178,7 +149,9 @@ class Counts:
         return out
 
 
-DISTRIBUTIONS: dict[DistributionName, Callable[[Tensor, Tensor], Distribution]] = {
+Distribution: TypeAlias = NormalDistribution | Counts
+"""A predictive distribution, elementwise over tensors of any shape, in float64."""
+DISTRIBUTIONS: dict[DistributionName, type[Distribution]] = {
     "normal": NormalDistribution,
     "counts": Counts,
 }

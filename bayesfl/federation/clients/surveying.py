@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
-from bayesfl.base.surveys import Ask, Survey, answers, named_split, together
+from bayesfl.base.surveys import Ask, Survey, answers, together
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -81,10 +81,9 @@ def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
     """Return the split that a survey asks about.
 
     Raises:
-        TypeError: It is no survey.
         ValueError: There is no such split, or it has no example.
     """
-    name = named_split(survey)
+    name = survey.split
     if name not in splits or not splits[name].counts.any():
         raise ValueError(
             f"{'the audit' if isinstance(survey, Counting) else type(survey).__name__} reads the "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import torch
 from scipy import stats
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, PerClient
-from bayesfl.stats.asking import Questions, slot
+from bayesfl.stats.asking import AfterFit, Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
-from bayesfl.stats.fit import AfterFit
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.partial import LARGEST
@@ -91,8 +91,6 @@ def proportional(
         covariance: Of the errors of coefficients of standardised columns, by the model, [p, p].
         names: Names of the columns.
     """
-    import pandas
-
     sums = asked.conduct(survey)
     n, spread, drift = float(sums["events"]), sums["square"], sums["drift"]
     by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
@@ -214,8 +212,6 @@ def concordance(asked: Questions, within: Concordance, across: ByScore | None) -
         within: The question about pairs within sites.
         across: That about all; None where sites have baselines of their own.
     """
-    import pandas
-
     sums = asked.conduct(within)
     columns = {name: np.append(t.numpy(), float(t.sum())) for name, t in sums.items()}
     found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"])

@@ -177,16 +177,13 @@ def cox(
     volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
     read = (time, event) if entry is None else (time, event, entry)
 
-    def again() -> Questions:
-        return Questions(asked.sites, aggregation)
-
     def check(*, scale: Scale = "log") -> Tested:
         unit = known.marks[-1]
-        return proportional(again(), Schoenfeld(survey, at, scale, unit), model, names)
+        return proportional(asked.again(), Schoenfeld(survey, at, scale, unit), model, names)
 
     def ranked() -> Any:
         across = None if per_site else ByScore(survey, at)
-        return concordance(again(), Concordance(survey, at, len(kept)), across)
+        return concordance(asked.again(), Concordance(survey, at, len(kept)), across)
 
     def survival(frame: Any, level: float) -> Any:
         rows, stratum = groups.levels, torch.arange(len(groups.levels))
@@ -203,7 +200,7 @@ def cox(
 
     further = {
         "concordance": ranked,
-        "used rows": lambda key: used_rows(again(), key, read),
+        "used rows": lambda key: used_rows(asked.again(), key, read),
     }
     if sites.weighing != "probability":  # whose variances are others
         further |= {"check": check} | ({} if per_site else {"survival": survival})

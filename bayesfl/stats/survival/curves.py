@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas
 import torch
 from scipy import stats
 from torch import Tensor
@@ -138,8 +139,6 @@ class KaplanMeier(Shown):
         Args:
             level: Probability of the intervals.
         """
-        import pandas
-
         low, high = self.interval(level)
         columns = {
             "at risk": self.at_risk,
@@ -163,8 +162,6 @@ class KaplanMeier(Shown):
         Args:
             level: Probability of the intervals.
         """
-        import pandas
-
         low, high = self.interval(level)
         columns = {
             "rows": self.counts,
@@ -331,8 +328,6 @@ def logrank(
         >>> round(test.statistic, 3), test.degrees
         (6.156, 1)
     """
-    import pandas
-
     with_likelihood(sites, "the log-rank test")
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)

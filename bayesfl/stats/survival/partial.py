@@ -14,7 +14,8 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, Semidefinite
 from bayesfl.stats import newton
-from bayesfl.stats.fit import ALONE, AfterFit
+from bayesfl.stats.asking import AfterFit
+from bayesfl.stats.fit import ALONE
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
 from bayesfl.stats.survival.times import Grid, OfTimes, followed

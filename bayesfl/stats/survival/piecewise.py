@@ -10,6 +10,7 @@ Source: Holford, "The analysis of rates and of survivorship using log-linear mod
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,13 +18,12 @@ from torch import Tensor
 
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, Survey
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Sites, SiteSurvey, used_rows, with_likelihood
 from bayesfl.stats.fit import Fit
-from bayesfl.stats.glm import glm
+from bayesfl.stats.glm import regression
 from bayesfl.stats.survival.times import follow, followed, increasing
-from bayesfl.stats.tables import Site, Weighing
+from bayesfl.stats.tables import Site
 
 
 @dataclass(frozen=True)
@@ -130,56 +130,6 @@ class ByInterval(Exposure):
         return self.survey.solve(state, total)
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Sites whose rows are asked about by interval; see `Sites`.
-
-    Args:
-        sites: The sites.
-        cut: The intervals.
-    """
-
-    sites: Sites
-    cut: Cut
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the sites."""
-        return self.sites.names
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns of the design, then those of intervals."""
-        return self.sites.columns + self.cut.columns
-
-    @property
-    def offset(self) -> str | None:
-        """Return the column of what is added to linear predictors, beside log exposures."""
-        return self.sites.offset
-
-    @property
-    def over(self) -> str | None:
-        """Return the network over which they are asked."""
-        return self.sites.over
-
-    @property
-    def weighing(self) -> Weighing:
-        """Return what the weights of rows are."""
-        return self.sites.weighing
-
-    def design(self, frame: Any) -> Tensor:
-        """Return the design of rows without their intervals."""
-        return self.sites.design(frame)
-
-    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
-        """Return how a question is put to all sites."""
-        return self.sites.ask(ByInterval(self.cut, survey), aggregation)
-
-    def only(self, names: Any) -> "Intervals":
-        """Return some of the sites."""
-        return Intervals(self.sites.only(names), self.cut)
-
-
 @declared
 def piecewise(
     sites: Sites,
@@ -228,34 +178,14 @@ def piecewise(
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     log_exposure = float(asked.first(lambda count: Exposure(cut))["log_exposure"])
-    fit = glm(
-        Intervals(asked.sites, cut),
+    asked.through = partial(ByInterval, cut)
+    fit = regression(
+        asked,
+        sites.columns + cut.columns,
         family="poisson",
-        intercept=intercept,
+        per_site=intercept == "per_site",
+        errors=None,
         prior=prior,
-        aggregation=aggregation,
-    )
-    kept = fit.rows
-    again = Questions(sites.only([*kept]), aggregation)
-    own = "a level for each site" if intercept == "per_site" else "one baseline"
-    told = ", ".join(f"{c:g}" for c in cut.cuts)
-    return replace(
-        fit,
-        model=f"proportional hazards, constant between cuts at {told}, {own}"
-        + (f", prior {prior:g}" if prior is not None else ""),
-        ratio="hazard ratio",
-        rows={name: known.rows[name] for name in kept},
-        log_likelihood=fit.log_likelihood - log_exposure,
-        evidence=None if fit.evidence is None else fit.evidence - log_exposure,
-        released=replace(fit.released, questions=asked.released.questions + fit.released.questions),
-        left_out=asked.left_out | dict(fit.left_out),
-        # Counts of person and interval, 0 or 1, are no sign of how the model fits.
-        further={
-            **{name: ask for name, ask in fit.further.items() if name != "predict"},
-            "used rows": lambda key: used_rows(again, key, (time, event)),
-            "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
-        },
-        likelihood=f"the density of {time!r} to {event!r}",
         refit=lambda chosen: piecewise(
             sites.only(chosen),
             time=time,
@@ -265,4 +195,24 @@ def piecewise(
             prior=prior,
             aggregation=aggregation,
         ),
+    )
+    own = "a level for each site" if intercept == "per_site" else "one baseline"
+    told = ", ".join(f"{c:g}" for c in cut.cuts)
+    return replace(
+        fit,
+        model=f"proportional hazards, constant between cuts at {told}, {own}"
+        + (f", prior {prior:g}" if prior is not None else ""),
+        ratio="hazard ratio",
+        rows={name: known.rows[name] for name in fit.rows},
+        log_likelihood=fit.log_likelihood - log_exposure,
+        evidence=None if fit.evidence is None else fit.evidence - log_exposure,
+        # Counts of person and interval, 0 or 1, are no sign of how the model fits.
+        further={
+            **{name: ask for name, ask in fit.further.items() if name != "predict"},
+            "used rows": lambda key: used_rows(
+                Questions(asked.sites, aggregation), key, (time, event)
+            ),
+            "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
+        },
+        likelihood=f"the density of {time!r} to {event!r}",
     )

@@ -256,7 +256,7 @@ def test_how_far_bins_may_lead():
     state = Questions(given).conduct(survey)
     one = replace(survey, grid=Grid((40.0,), True, middles=(0.0,)))
     theta = state["best"]
-    total = given.ask(one, None)({"theta": theta}, one.shapes({}))
+    total = given.ask(one, None)({"theta": theta}, one.shapes({}), {})
     joined = efron.hazards(total)
     hessian = efron.hessian(joined, total) + 4 * torch.eye(4, dtype=torch.float64)
     close(state["coarser"], -torch.linalg.solve(hessian, joined["slope"] + 4 * theta), atol=1e-10)
