@@ -114,15 +114,15 @@ def _cells(
     """Return the cells of one column."""
     cells = []
     for name, row in rows.items():
-        mean, error = mean_and_error(row.get(key, ()))
-        known = f"{mean:.3f}" if key in row else "-", "" if math.isnan(error) else f"{error:.3f}"
-        cells.append(Cell(mean, *known, mark="†" * ((name, key) in marks)))
+        mean, error = (f"{one:.3f}" for one in mean_and_error(row.get(key, ())))
+        known = (mean, "" if error == "nan" else error) if key in row else ("-", "")
+        cells.append(Cell(float(mean), *known, mark="†" * ((name, key) in marks)))
     which = better(key) if best else None
     if which is None:
         return cells
-    finite = [round(one.value, 3) for one in cells if math.isfinite(one.value)]
+    finite = [one.value for one in cells if math.isfinite(one.value)]
     most = (max if which == "higher" else min)(finite) if len(finite) > 1 else None
-    return [one._replace(best=round(one.value, 3) == most) for one in cells]
+    return [one._replace(best=one.value == most) for one in cells]
 
 
 def write_csv(
