@@ -1,8 +1,8 @@
 """Tables of results, files written atomically, and a record of the machine.
 
->>> from bayesfl.evaluation.report import table
+>>> from bayesfl.evaluation.report import Column, table
 >>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
->>> print(table(rows, best=True))
+>>> print(table(rows, columns=[Column("accuracy", better="higher")]))
 method        accuracy
 ------  --------------
 FedAvg  0.809 ± 0.002
@@ -20,6 +20,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,33 @@ _BETTER: dict[str, Literal["higher", "lower"]] = {
     ),
 }
 _ACRONYMS = ("auroc", "crps", "ece", "f1", "mce", "nll", "rmse")
+
+
+@dataclass(frozen=True)
+@declared
+class Column:
+    """A column of a table: one quantity and the way it is shown.
+
+    Args:
+        key: The quantity's name in the rows.
+        title: The column's title; None derives it from `key`.
+        scale: Factor by which values are multiplied, 1000 for milliseconds for instance; shares
+            such as accuracies stay fractions.
+        digits: Number of decimals.
+        better: Which values are best, `higher` or `lower`, so that the best is marked; None marks
+            nothing.
+    """
+
+    key: str
+    _: KW_ONLY
+    title: str | None = None
+    scale: float = 1.0
+    digits: int = 3
+    better: Literal["higher", "lower"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.title is None:
+            object.__setattr__(self, "title", in_prose(self.key))
 
 
 def better(key: str) -> Literal["higher", "lower"] | None:
@@ -81,7 +109,8 @@ def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float
 def table(
     rows: Mapping[str, Mapping[str, Sequence[float] | float]],
     *,
-    best: bool = False,
+    columns: Sequence[str | Column] | None = None,
+    corner: str = "method",
     marks: Collection[tuple[str, str]] = (),
 ) -> Sheet:
     """Return a table of methods by quantities, each cell `mean ± standard error` over seeds.
@@ -89,40 +118,46 @@ def table(
     Args:
         rows: Values for each method, {method: {key: one value a seed}}; a single number is one
             seed, which has no error. A quantity that a method lacks is shown as `-`.
-        best: Whether to mark the best mean of each quantity of which `better` says what that is.
+        columns: The quantities to show, and how; a plain key is shown as `Column(key)`. None for
+            every key, in order of appearance.
+        corner: Title of the column of methods.
         marks: Methods and keys, whose cells get a dagger in LaTeX.
 
     Returns:
         What `print` shows as text, the best marked `*`, and `to_markdown` and `to_latex` write, the
         best in bold. Methods whose means are printed alike share the mark of the best.
+
+    Raises:
+        ValueError: A column's key is in no row.
     """
-    keys = dict.fromkeys(key for row in rows.values() for key in row)
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    specs = [Column(c) if isinstance(c, str) else c for c in (keys if columns is None else columns)]
+    unknown = [spec.key for spec in specs if spec.key not in keys]
+    if unknown and rows:
+        raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
     return Sheet(
         {
-            "method": [" ".join(name.splitlines()) for name in rows],
-            **{in_prose(key): _cells(key, rows, best, marks) for key in keys},
+            corner: [" ".join(name.splitlines()) for name in rows],
+            **{spec.title or "": _cells(spec, rows, marks) for spec in specs},
         }
     )
 
 
 def _cells(
-    key: str,
-    rows: Mapping[str, Mapping[str, Any]],
-    best: bool,
-    marks: Collection[tuple[str, str]],
+    spec: Column, rows: Mapping[str, Mapping[str, Any]], marks: Collection[tuple[str, str]]
 ) -> list[Cell]:
     """Return the cells of one column."""
     cells = []
     for name, row in rows.items():
-        mean, error = (f"{one:.3f}" for one in mean_and_error(row.get(key, ())))
-        known = (mean, "" if error == "nan" else error) if key in row else ("-", "")
-        cells.append(Cell(float(mean), *known, mark="†" * ((name, key) in marks)))
-    which = better(key) if best else None
-    if which is None:
+        values = np.asarray(row.get(spec.key, ()), dtype=np.float64) * spec.scale
+        mean, error = (f"{one:.{spec.digits}f}" for one in mean_and_error(values))
+        known = (mean, "" if error == "nan" else error) if spec.key in row else ("-", "")
+        cells.append(Cell(float(mean), *known, mark="†" * ((name, spec.key) in marks)))
+    if spec.better is None:
         return cells
     finite = [one.value for one in cells if math.isfinite(one.value)]
-    most = (max if which == "higher" else min)(finite) if len(finite) > 1 else None
-    return [one._replace(best=one.value == most) for one in cells]
+    best = (max if spec.better == "higher" else min)(finite) if len(finite) > 1 else None
+    return [one._replace(best=one.value == best) for one in cells]
 
 
 def write_csv(
@@ -141,7 +176,7 @@ def write_csv(
     writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _plain(value) for key, value in row.items()} for row in rows)
     atomic_write(path, text.getvalue())
 
 
@@ -174,7 +209,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "bayesfl": importlib.metadata.version("bayesfl"),
+        "bayesfl": _version(),
         "python": platform.python_version(),
         "platform": "-".join(
             part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part
@@ -189,6 +224,13 @@ def environment() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
     }
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("bayesfl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str | None:
@@ -222,6 +264,16 @@ def _commit() -> str | None:
     # An installed copy may lie inside another project's repository, which does not track it.
     tracked = git("ls-files", "--error-unmatch", here.name) is not None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
+
+
+def _plain(value: Any) -> Any:
+    """Convert a tensor or array of one element to a Python number; return anything else
+    as it is.
+    """
+    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    return (
+        value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+    )
 
 
 def _jsonable(value: Any) -> Any:

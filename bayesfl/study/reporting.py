@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.base.display.html import facts, picture, table
+from bayesfl.base.display.html import Cell, facts, frame, picture, table
 from bayesfl.base.display.page import Section, write_page
-from bayesfl.base.display.sheet import of_frame
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.study.budget import BUDGET
 
 if TYPE_CHECKING:
     import bayesfl.study.table
@@ -40,11 +40,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
         *[Section("Options and notes", notes)] * bool(notes),
         *_curves(study),
         *_clients(study),
-        Section(
-            "Cost of a round",
-            "<p>What a client computes and sends in a round in which it trains.</p>"
-            + study._budgets()._repr_html_(),
-        ),
+        Section("Cost of a round", _budgets(study)),
         Section("Runs", _runs(study)),
         Section("Environment", facts(study.rows[0].record.environment or environment())),
     ]
@@ -115,6 +111,17 @@ def _clients(study: "Table") -> list[Section]:
     return [Section("Clients", told + table(columns))]
 
 
+def _budgets(study: "Table") -> str:
+    told = study._budget()
+    columns: dict[str, Any] = {"method": list(told)}
+    for key in dict.fromkeys(key for row in told.values() for key in row):
+        found: list[Any] = [row.get(key) for row in told.values()]
+        if key in BUDGET:  # numbers in words, as 28,020
+            found = [one and Cell(float(one.replace(",", "")), one) for one in found]
+        columns[in_prose(key)] = found
+    return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
+
+
 def _runs(study: "Table") -> str:
     found = study.to_pandas().set_index("method")
     if "error" in found and not found["error"].notna().any():
@@ -126,4 +133,4 @@ def _runs(study: "Table") -> str:
         if name in ("seed", *measures, study.by, "seconds", "error") or name.startswith("option_")
     ]
     titles = {name: in_prose(str(name).removeprefix("option_")) for name in shown}
-    return of_frame(found[shown].rename(columns=titles))._repr_html_()
+    return frame(found[shown].rename(columns=titles))

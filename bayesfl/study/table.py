@@ -14,11 +14,11 @@ import numpy as np
 
 from bayesfl.base.described import digest_of
 from bayesfl.base.display import html
-from bayesfl.base.display.html import Cell
 from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import instance, nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
+from bayesfl.evaluation.report import Column
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import BUDGET
@@ -228,9 +228,13 @@ class Table:
             '\\begin{tabular}{lr}'
         """
         runs = self.summary(columns).runs
-        shown = dict.fromkeys(key for of in runs.values() for key in of)
-        alike = [(method, key) for key in shown for method in self._alike(key)]
-        found = report.table(runs, best=True, marks=alike)
+        shown = [Column(key, better=report.better(key)) for of in runs.values() for key in of]
+        alike = [
+            (method, column.key)
+            for column in dict.fromkeys(shown)
+            for method in self._alike(column)
+        ]
+        found = report.table(runs, columns=list(dict.fromkeys(shown)), marks=alike)
         note = "Best means in bold. † Not told apart from the best: paired t test over seeds, 5 %."
         return replace(found, notes=(note,) if alike else ()).to_latex()
 
@@ -477,20 +481,20 @@ class Table:
             )
         return list(columns)
 
-    def _alike(self, key: str) -> list[str]:
+    def _alike(self, column: Column) -> list[str]:
         """Return the methods that are not told apart from that with the best mean of a column."""
         from scipy import stats
 
-        means = {method: of[key].mean for method, of in self.summary([key]).items()}
-        which = report.better(key)
-        if which is None or len(means) < 2:
+        means = {method: of[column.key].mean for method, of in self.summary([column.key]).items()}
+        if column.better is None or len(means) < 2:
             return []
-        best = (max if which == "higher" else min)(means, key=lambda one: means[one])
+        best = (max if column.better == "higher" else min)(means, key=lambda one: means[one])
         alike = []
         for method in means.keys() - {best}:
             with contextlib.suppress(ValueError):  # of runs on other data
                 pairs = [
-                    other.measures(self.at, self.by)[key] - one.measures(self.at, self.by)[key]
+                    other.measures(self.at, self.by)[column.key]
+                    - one.measures(self.at, self.by)[column.key]
                     for one, other in self.pairs(best, method)
                 ]
                 mean, error = report.mean_and_error(pairs)
@@ -508,39 +512,50 @@ class Table:
         return "\n\n".join(told for told in map(form, sheets) if told)
 
     def _budgets(self) -> Sheet:
-        """Return the table of what a client of each method does and sends in a round, and of the
-        settings in which methods differ.
+        """Return the table of what a client does and sends in a round, and of the settings in which
+        methods differ.
         """
-        told: dict[str, dict[str, Any]] = {}
-        for method in self.methods:
-            done = [r.record for r in self.rows if r.method == method and r.record.error is None]
-            if not done:
-                continue
-            means = {
-                key: float(np.mean([one.budget[key] for one in done]))
-                for key in BUDGET
-                if key in done[0].budget and not np.isnan(done[0].budget[key])
-            }
-            words = {
-                key: ", ".join(dict.fromkeys(one.settings[key] for one in done))
-                for key in done[0].settings
-            }
-            if words["data"].count(",") > 1:
-                words["data"] = f"{words['data'].count(',') + 1} data sets"
-            cells = {key: Cell(x, f"{x:,.{BUDGET[key]}f}") for key, x in means.items()}
-            told[method] = cells | words | {"seeds": str(len(done))}
-        keys = dict.fromkeys(key for row in told.values() for key in row)
-        none = Cell(math.nan, "-")
+        told = self._budget()
+        shown = dict.fromkeys(key for row in told.values() for key in row)
         return Sheet(
             {
                 "per training client and round": list(told),
                 **{
-                    report.in_prose(key): [row.get(key, none) for row in told.values()]
-                    for key in keys
-                    if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
+                    report.in_prose(key): [row.get(key, "-") for row in told.values()]
+                    for key in shown
                 },
             }
         )
+
+    def _budget(self) -> dict[str, dict[str, str]]:
+        """Return in words what a client of each method does and sends in a round, and the settings
+        in which methods differ, {method: {what: words}}.
+        """
+        done = {
+            method: [r.record for r in self.rows if r.method == method and r.record.error is None]
+            for method in self.methods
+        }
+        told: dict[str, dict[str, str]] = {}
+        for method, records in done.items():
+            if not records:
+                continue
+            told[method] = {
+                key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
+                for key, digits in BUDGET.items()
+                if key in records[0].budget and not np.isnan(records[0].budget[key])
+            }
+            told[method] |= {
+                key: ", ".join(dict.fromkeys(r.settings[key] for r in records))
+                for key in records[0].settings
+            } | {"seeds": str(len(records))}
+            if told[method]["data"].count(",") > 1:
+                told[method]["data"] = f"{told[method]['data'].count(',') + 1} data sets"
+        shown = [
+            key
+            for key in dict.fromkeys(key for row in told.values() for key in row)
+            if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
+        ]
+        return {name: {key: row[key] for key in shown if key in row} for name, row in told.items()}
 
     def _choices(self) -> Sheet:
         """Say which options were chosen, and where one lies on the edge of its grid."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.evaluation import report
-from bayesfl.evaluation.report import table
+from bayesfl.evaluation.report import Column, table
 
 ROWS = {
     "FedAvg": {"accuracy": [0.811, 0.807], "nll": [0.5, 0.6]},
@@ -39,7 +39,7 @@ def test_text_table():
     """Numbers aligned at the point and the sign, the best marked, what is missing a dash."""
     text = table(
         ROWS,
-        best=True,
+        columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"],
     )
     assert str(text).splitlines() == [
         "method          accuracy              NLL  seconds",
@@ -54,14 +54,13 @@ def test_markdown_table():
     """Valid markdown with bars escaped, the best in bold, columns of equal width."""
     lines = table(
         ROWS | {"a|b": {"accuracy": [0.5]}},
-        best=True,
+        columns=[Column("accuracy", better="higher"), "nll"],
     )
     lines = lines.to_markdown().splitlines()
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         "method",
         "accuracy",
         "NLL",
-        "seconds",
     ]
     assert set(lines[1]) == set("|-: ")
     assert "| **0.870 ± 0.030** |" in lines[3]
@@ -97,16 +96,16 @@ def small() -> tuple[bf.Algorithm, bf.data.FederatedData]:
 
 
 def test_nothing_is_marked_unasked():
-    """Neither style marks a column unasked, nor a lone method."""
+    """Neither style marks a column that does not say which end is better, nor a lone method."""
     assert "*" not in str(table(ROWS))
     assert "*" not in table(ROWS).to_markdown()
-    assert "*" not in str(table({"only": {"nll": [1.0]}}, best=True))
+    assert "*" not in str(table({"only": {"nll": [1.0]}}, columns=[Column("nll", better="lower")]))
 
 
 def test_methods_that_print_alike_are_best_together():
     """A difference that is not shown is not claimed."""
     rows = {"a": {"accuracy": [0.81204]}, "b": {"accuracy": [0.81201]}, "c": {"accuracy": [0.8]}}
-    text = table(rows, best=True)
+    text = table(rows, columns=[Column("accuracy", better="higher")])
     assert [line.endswith("*") for line in str(text).splitlines()[2:]] == [True, True, False]
 
 
@@ -122,15 +121,20 @@ def test_which_values_are_best():
 
 
 def test_columns():
-    """All keys, in words."""
+    """Defaults by name, own choices, all keys when none are given, and errors."""
     for key, title in (
         ("pooled_accuracy", "pooled accuracy"),
         ("coverage", "coverage"),
         ("ece", "ECE"),
         ("personal_macro_f1", "personal macro F1"),
     ):
-        assert report.in_prose(key) == title
+        assert (Column(key).title, Column(key).scale, Column(key).digits) == (title, 1, 3)
+    assert "0.02" in str(table({"a": {"ece": 0.016}}, columns=[Column("ece", digits=2)]))
+    scaled = table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
+    assert "1500 ± 100" in str(scaled)
     assert str(table(ROWS)).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
+    with pytest.raises(ValueError, match=r"\['auroc'\] .*\['accuracy', 'nll', 'seconds'\]"):
+        table(ROWS, columns=["auroc"])
 
 
 def test_csv(tmp_path: Path):
@@ -149,6 +153,8 @@ def test_csv(tmp_path: Path):
         {"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""},
         {"client": "1", "accuracy": "0.5", "note": 'a, "b"'},
     ]
+    report.write_csv(path, [{"loss": torch.tensor(0.25)}])  # type: ignore[dict-item]
+    assert path.read_text() == "loss\n0.25\n"
     report.write_csv(path, [])
     assert path.read_text() == ""
 
