@@ -149,15 +149,15 @@ def _cells(
     """Return the cells of one column."""
     cells = []
     for name, row in rows.items():
-        values = np.asarray(row.get(spec.key, ()), dtype=np.float64) * spec.scale
-        mean, error = (f"{one:.{spec.digits}f}" for one in mean_and_error(values))
-        known = (mean, "" if error == "nan" else error) if spec.key in row else ("-", "")
-        cells.append(Cell(float(mean), *known, mark="†" * ((name, spec.key) in marks)))
+        mean, error = mean_and_error(np.asarray(row.get(spec.key, ())) * spec.scale)
+        shown = f"{mean:.{spec.digits}f}" if spec.key in row else "-"
+        known = "" if math.isnan(error) else f"{error:.{spec.digits}f}"
+        cells.append(Cell(mean, shown, known, mark="†" * ((name, spec.key) in marks)))
     if spec.better is None:
         return cells
-    finite = [one.value for one in cells if math.isfinite(one.value)]
+    finite = [round(one.value, spec.digits) for one in cells if math.isfinite(one.value)]
     best = (max if spec.better == "higher" else min)(finite) if len(finite) > 1 else None
-    return [one._replace(best=one.value == best) for one in cells]
+    return [one._replace(best=round(one.value, spec.digits) == best) for one in cells]
 
 
 def write_csv(
