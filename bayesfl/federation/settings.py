@@ -1,4 +1,6 @@
-"""The settings of a run, and the names of its floating-point types."""
+"""The settings of a run, among them who takes part in a round, and the names of its floating-point
+types.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import bayesfl as bf
+from bayesfl.federation.store import files
 from tests.docs.pages import has_blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,6 +26,7 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a page writes
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bf.algorithms, "PAPERS", dict(bf.algorithms.PAPERS))
+    monkeypatch.setattr(files, "STEPS", dict(files.STEPS))
     for shown, printed in run(page, tmp_path):
         assert printed is None or shown == printed
     if "matplotlib.pyplot" in sys.modules:  # other libraries' figures are registered there

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Abstention:
     risk: Annotated[float, PROBABILITY] = 0.05
     delta: Annotated[float, PROBABILITY] = 0.05
     split: str = "calibration"
+    last: ClassVar[bool] = True
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return the thresholds.

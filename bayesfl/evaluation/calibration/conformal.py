@@ -5,7 +5,7 @@ federation's together.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ class Conformal:
     by: By = "client"
     never_empty: bool = False
     split: str = "calibration"
+    last: ClassVar[bool] = True
 
     @property
     def draws(self) -> bool:

@@ -17,8 +17,9 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 class Step(Survey[LocalPredictions], Protocol):
     """A survey whose result is applied to predictions.
 
-    A step may say `compares = True`, and is then given `LocalPredictions.shared`; and
-    `draws = True`, and is then given `LocalPredictions.rows`.
+    A step may say `compares = True`, and is then given `LocalPredictions.shared`; `draws = True`,
+    and is then given `LocalPredictions.rows`; and `last = True` if it makes sets or answers of the
+    probabilities, which others then change no more. docs/howto/extending.md writes one.
 
     Example:
         >>> isinstance(bf.calibration.Temperature(), bf.calibration.Step)
@@ -133,6 +134,13 @@ def compares(steps: "Iterable[Step]") -> bool:
     model.
     """
     return any(getattr(step, "compares", False) for step in steps)
+
+
+def ends(step: Step) -> bool:
+    """Say whether a step leaves probabilities as they are, so that none which changes them may
+    follow.
+    """
+    return getattr(step, "last", False)
 
 
 def any_draws(steps: "Iterable[Step]") -> bool:

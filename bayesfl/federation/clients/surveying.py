@@ -19,16 +19,12 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
 from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import (
-    Abstention,
-    Bias,
-    Conformal,
     Fitted,
     Step,
-    Temperature,
     applied,
     fit,
 )
-from bayesfl.evaluation.calibration.steps import any_draws, compares
+from bayesfl.evaluation.calibration.steps import any_draws, compares, ends
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
@@ -119,8 +115,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
                 f"{type(step).__name__} must be the first step, as others are fitted to the "
                 "predictions that it chooses"
             )
-        made = {type(one).__name__ for one in earlier if isinstance(one, Conformal | Abstention)}
-        if made and isinstance(step, Temperature | Bias):
+        made = {type(one).__name__ for one in earlier if ends(one)}
+        if made and not ends(step):
             raise ValueError(
                 f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read "
                 f"the probabilities that it changes: {_ANEW}"
@@ -139,11 +135,9 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
                 "it 'validation' or 'calibration'",
             )
         shared = [
-            type(one).__name__
-            for one in earlier
-            if one.split == step.split and not isinstance(one, Conformal | Abstention)
+            type(one).__name__ for one in earlier if one.split == step.split and not ends(one)
         ]
-        if isinstance(step, Conformal | Abstention) and shared:
+        if ends(step) and shared:
             warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, "
                 f"{step.split!r}: coverage then falls below the level, hardly after a pooled "
@@ -174,7 +168,7 @@ def fitted(
         now = {name: applied(done, local) for name, local in predicted.items()}
         local = now.pop(step.split)
         done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
-        if not isinstance(step, Conformal | Abstention):  # which leave probabilities as they are
+        if not ends(step):
             for split, others in now.items():
                 _say_if_worse(step, split, others, done[-1].apply(others))
     return tuple(done)

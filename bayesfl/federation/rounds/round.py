@@ -1,5 +1,5 @@
-"""One round of a federation: which clients are asked, which replies are taken, and how the server
-combines them.
+"""One round of a federation: clients are asked, replies are taken, and the server combines them.
+Who is asked is drawn by `Settings.cohort`, or by `ClientPrivacy`.
 
 A `Transport` carries the messages, on one machine or between many.
 """
