@@ -193,7 +193,8 @@ def made(found: Any, known: Mapping[str, type]) -> Any:
         return known[name](**given)  # type: ignore[index]
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"there is no {name!r} of these options ({error}); install the same version of bayesfl"
+            f"there is no {name!r} of these options ({error}): install the same version of "
+            "bayesfl, or register the class"
         ) from error
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
-from bayesfl.base.described import anonymous
+from bayesfl.base.described import anonymous, digest_of
 from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
@@ -87,23 +87,36 @@ class FileKind:
 
 
 def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Return what a file says of steps of calibration, JSON-able.
+    """Return what a file says of steps of calibration, JSON-able; of a user's class its code, too.
 
     Raises:
-        ValueError: A step is none of bayesfl's.
+        ValueError: A step's class is not in `STEPS`.
     """
     try:
-        return [archive.plain(step, STEPS) for step in steps]
+        return [archive.plain(step, STEPS) | _source(type(step)) for step in steps]
     except UnknownError as error:
         raise ValueError(
-            f"the step {error} cannot be saved, as its code would be needed to read it; bayesfl's "
-            f"are {list(STEPS)}"
+            f"the step {error} cannot be saved, as its code is needed to read it: register the "
+            f"class wherever it is read, bayesfl.federation.store.files.STEPS['{error}'] = {error}"
         ) from error
 
 
 def read_steps(found: Any) -> tuple[Step, ...]:
-    """Return the steps that a file describes, without what they have learnt."""
-    return archive.made(found, STEPS)
+    """Return the steps that a file describes, without what they have learnt.
+
+    Raises:
+        ValueError: A step is of a class that is not in `STEPS`, or whose code is another now.
+    """
+    steps = archive.made(found, STEPS)
+    for step, said in zip(steps, found, strict=True):
+        if _source(type(step)).get("source") != said.get("source"):
+            raise ValueError(f"the class {type(step).__name__} has other code than it had")
+    return steps
+
+
+def _source(kind: type) -> dict[str, str]:
+    """Return a digest of the code of a user's class; nothing for bayesfl's."""
+    return {} if kind.__module__.startswith("bayesfl.") else {"source": digest_of(kind)}
 
 
 def _write_after(after: Sequence[Answer | Fitted]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,9 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.archive import CheckpointError
+from bayesfl.data import FederatedData
+from bayesfl.evaluation.calibration.steps import changed
+from bayesfl.federation.store import files
 from bayesfl.federation.store.files import (
     CLIENT,
     CLIENT_FILE,
@@ -215,3 +218,48 @@ def test_a_save_over_another_run_is_told(saved: Path, clients, tmp_path: Path):
     with pytest.warns(UserWarning, match="held another client, 'client 1', which 'client 0' repl"):
         run.client(0).save(tmp_path / "client")
     assert bf.load(tmp_path, algorithm(), clients).settings == other.settings
+
+
+@dataclass(frozen=True)
+class Halved:
+    """Divides the logits by two."""
+
+    split: str = "validation"
+    by = 2.0
+
+    def start(self, outputs):
+        return {}
+
+    def shapes(self, state):
+        return {}
+
+    def answer(self, state, local):
+        return {}
+
+    def solve(self, state, total):
+        return state, True
+
+    def settle(self, state, local):
+        return {}
+
+    def apply(self, state, own, local):
+        return changed(local.predictions, local.logits / self.by)
+
+
+def test_a_step_of_ones_own(
+    clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is saved once its class is registered, and read as long as its code is the same."""
+    monkeypatch.setattr(files, "STEPS", dict(files.STEPS))
+    method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3))
+    held = replace(clients, splits={**clients.splits, "validation": clients.test})
+    result = bf.simulate(method, held, rounds=1, progress=False).calibrate(Halved())
+    with pytest.raises(ValueError, match=r"STEPS\['Halved'\] = Halved"):
+        result.save(tmp_path)
+    files.STEPS["Halved"] = Halved
+    result.save(tmp_path)
+    found = bf.load(tmp_path, method, held)
+    assert_close(found.predict().probs, result.predict().probs, equal_nan=True)
+    monkeypatch.setattr(Halved, "by", 3.0)
+    with pytest.raises(CheckpointError, match="Halved has other code"):
+        bf.load(tmp_path, method, held)
