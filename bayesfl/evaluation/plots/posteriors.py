@@ -110,7 +110,7 @@ def subnetwork(
 
     Args:
         fitted: A Laplace approximation of a subnetwork, or a client's,
-            `result.client(name).predictor.inverse(result.tuned)` of FedSI.
+            `result.client(name).predictor.inverses((result.tuned,))[0]` of FedSI.
         shape: Height and width of the inputs, which are the layer's in order; by default a square,
             where they fill one, else a single row.
         parameter: Name of the layer's weights, [O, I]; by default the first with two axes.
