@@ -187,14 +187,13 @@ def made(found: Any, known: Mapping[str, type]) -> Any:
         return tuple(made(one, known) for one in found)
     if not isinstance(found, Mapping):
         return found
-    name, options = found.get("class"), found.get("options")
     try:
-        given = {key: made(one, known) for key, one in options.items()}  # type: ignore[union-attr]
-        return known[name](**given)  # type: ignore[index]
+        given = {key: made(one, known) for key, one in found["options"].items()}
+        return known[found["class"]](**given)
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"there is no {name!r} of these options ({error}): install the same version of "
-            "bayesfl, or register the class"
+            f"there is no {found.get('class')!r} of these options ({error}): install the same "
+            "version of bayesfl, or register the class"
         ) from error
 
 
