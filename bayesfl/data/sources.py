@@ -15,7 +15,7 @@ LABEL_REMEDY = (
     "number the classes from 0 up, or pass outputs= one above the largest; leave out examples "
     "without a label, or put -100 in place of one of several labels of an example"
 )
-"""What to do about labels that are no classes."""
+"""Remedy in messages about labels that are no classes."""
 
 
 @dataclass(frozen=True, kw_only=True)

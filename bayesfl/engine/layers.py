@@ -85,8 +85,8 @@ class _Plan(NamedTuple):
 
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
-"""What was learnt of modules, by mode and inputs, which all threads' copies share: recordings,
-plans, features of a few examples, and whether they are light.
+"""Findings about modules, by mode and inputs, which all threads' copies share: recordings, plans,
+features of a few examples, and whether they are light.
 """
 
 

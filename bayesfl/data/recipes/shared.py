@@ -79,7 +79,7 @@ P = ParamSpec("P")
 
 
 class Read(TypedDict, total=False):
-    """What every recipe takes that divides a data set by name."""
+    """Options of every recipe that divides a data set by name."""
 
     seed: Seed
     validation: Validation
@@ -89,7 +89,7 @@ class Read(TypedDict, total=False):
 
 
 class Cut(Read, total=False):
-    """The same of a recipe that leaves clients some of their training rows."""
+    """Options of a recipe that also leaves clients some of their training rows."""
 
     max_size: MaxSize
 
