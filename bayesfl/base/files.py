@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bayesfl.base.ranks import current
+
 LEFT = 600
 """Seconds after which a temporary file that nobody has written to is of a process that is gone."""
 
@@ -39,7 +41,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     It serves writers that take a path, as in `with atomic_path("figure.png") as temporary:
     figure.savefig(temporary)`. The temporary file is in the same folder, hidden, and has the same
-    suffix; the folder is made if it does not exist. If the block raises, the temporary file is
+    suffix; the folder is made if it does not exist. Of several ranks, rank 0 alone writes. If the
+    block raises, the temporary file is
     removed and an earlier `path` stays as it was. What a process that was killed left goes with the
     next that writes `path`, after ten minutes, in which another process may still be writing.
 
@@ -56,6 +59,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
+        if current().rank:
+            return
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Worker threads that run the chunks of a round, each with one intra-op thread.
+"""Worker threads that run a rank's chunks, each with one intra-op thread.
 
 Torch's own threads wait actively at barriers and stall when another process is busy. Chunks in
 workers lose little then, are as fast on a quiet machine, and give the same bits for any number of
@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from bayesfl.base.ranks import Alone, current
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -36,10 +38,18 @@ def apart(phase: Any) -> AbstractContextManager[Any]:
 
 
 class Crew:
-    """A pool of `workers` threads; leaving its context restores torch's own number of threads."""
+    """A pool of `workers` threads at each rank; leaving its context restores torch's own number of
+    threads.
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    Args:
+        workers: Number of threads.
+        device: The device that computes.
+        what: The call for which they work, in a word.
+    """
+
+    def __init__(self, workers: int, device: torch.device, what: str) -> None:
+        self._workers, self._device, self._what = workers, device, what
+        self.ranks: Alone = current()
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
             workers, "bayesfl", initializer=lambda: torch.set_num_threads(1)
@@ -57,8 +67,47 @@ class Crew:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
 
-    def over(self, items: Sequence[Item], work: Callable[[Item], Outcome]) -> Iterator[Outcome]:
-        """Yield `work` of every item, in order, with at most workers + 1 results waiting.
+    def every(self, make: Callable[[], Outcome]) -> list[Outcome]:
+        """Return what `make` gives at every rank, in their order; an error at one is raised at
+        all.
+        """
+        return self.ranks.every(make, self._what)
+
+    def relay(self, state: Outcome, step: Callable[[Outcome], Outcome]) -> Outcome:
+        """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
+        return self.ranks.relay(state, step, self._what)
+
+    @property
+    def shares(self) -> bool:
+        """Say whether all ranks write into the same memory."""
+        ranks = self.ranks
+        return ranks.size == 1 or (ranks.near == ranks.size and self._device.type == "cpu")
+
+    def over(
+        self,
+        items: Sequence[Item],
+        work: Callable[[Item], Outcome],
+        costs: Sequence[float] | None = None,
+    ) -> Iterator[Outcome]:
+        """Yield `work` of every item, in order, at every rank, each of which has done its share.
+
+        Args:
+            items: The items.
+            work: What is done with each.
+            costs: How long each takes, in any unit; None for the same.
+
+        An exception raised by one item is raised here, and the remaining items are dropped.
+        """
+        if self.ranks.size == 1:
+            yield from self.own(items, work)
+            return
+        mine = items[self.ranks.dealt([1.0] * len(items) if costs is None else costs)]
+        for found in self.every(lambda: list(self.own(mine, work))):
+            yield from found
+
+    def own(self, items: Sequence[Item], work: Callable[[Item], Outcome]) -> Iterator[Outcome]:
+        """Yield `work` of every item, in order, at this rank, with at most workers + 1 results
+        waiting.
 
         An exception raised by one item is raised here, and the remaining items are dropped.
         """

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.inputs import Inputs, count, each
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Info, Server, View
+from bayesfl.base.ranks import current
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap
@@ -53,8 +54,8 @@ class Engine:
             the size of the weights, on a GPU from the size of the weights and the free memory; as
             it ignores the size of activations, set it where these are large.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
-            number of cores that this process may use (1 on a GPU, and with the kernel `vmap`, whose
-            Python code holds the interpreter's lock).
+            number of cores that this process may use, by the number of ranks on this machine (1 on
+            a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, max_size=60)
@@ -100,15 +101,16 @@ class Engine:
             return self.workers
         if device.type == "cuda" or self.kernel == "vmap":
             return 1
-        return (
+        cores = (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
+        return max(1, cores // current().near)
 
-    def crew(self, device: torch.device) -> Crew:
-        """Return the worker threads for the chunks of a run."""
-        return Crew(self.worker_count(device))
+    def crew(self, device: torch.device, what: str = "simulate") -> Crew:
+        """Return the worker threads for the chunks of a call, which all ranks make."""
+        return Crew(self.worker_count(device), device, what)
 
     def choose(
         self,

@@ -150,6 +150,6 @@ class Here:
         def work(some: np.ndarray) -> Any:
             return of_chunk(self.state.finetuned(self.local, some))
 
-        parts = list(self.crew.over(self.local.chunked(ids), work))
+        parts = list(self.local.over(self.crew, ids, work))
         *known, chunks = zip(*(vars(part).values() for part in parts), strict=True)
         return type(parts[0])(*(list(chain(*one)) for one in known), np.concatenate(chunks))

@@ -3,9 +3,9 @@ finite numbers after each phase.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
+from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
@@ -32,6 +33,7 @@ from bayesfl.federation.errors import DivergenceError, called
 from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
 KEPT = 2**28
 """Bytes of fine-tuned views that are kept, so that clients fine-tune once for all that is asked."""
@@ -263,12 +265,14 @@ class Local:
         ]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
-    def chunked(self, ids: np.ndarray | None = None) -> list[np.ndarray]:
-        """Return the ids of some clients, or of all, split into chunks."""
+    def over(
+        self, crew: Crew, ids: np.ndarray | None, work: Callable[[np.ndarray], T]
+    ) -> Iterator[T]:
+        """Yield `work` of the clients `ids`, or of all, chunk by chunk, at every rank."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
-        return chunks(
-            np.arange(len(self.train.counts)) if ids is None else ids, self.train.counts, size
-        )
+        counts = self.train.counts
+        parts = chunks(np.arange(len(counts)) if ids is None else ids, counts, size)
+        return crew.over(parts, work, [float(counts[some].sum()) for some in parts])
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:
         """Run the adaptation phases of clients never seen in training, and write their new state
@@ -288,7 +292,7 @@ class Local:
         def work(some: np.ndarray) -> Done:
             return strict.run(Stage.ADAPT, some, state.received(self.algorithm, some), state.round)
 
-        for done in crew.over(self.chunked(ids), work):
+        for done in self.over(crew, ids, work):
             write_rows(state.private, done.ids, done.views)
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
@@ -368,7 +372,8 @@ def touched(algorithm: Algorithm) -> bool:
 
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
     """Return the private state of all clients at their start, [J, ...] each."""
-    return tree_map(lambda t: t.expand(clients, *t.shape).clone(), algorithm.rows(server))
+    rows = algorithm.rows(server)
+    return current().copied(tree_map(lambda t: t.expand(clients, *t.shape), rows))
 
 
 def read_rows(tree: Any, ids: np.ndarray) -> Any:

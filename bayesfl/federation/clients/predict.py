@@ -74,7 +74,7 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, known=known)
 
     collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
-    for found in crew.over(local.chunked(ids), work):
+    for found in local.over(crew, ids, work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)

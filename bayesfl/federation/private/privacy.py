@@ -47,6 +47,7 @@ from bayesfl.base.options import (
 )
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
+from bayesfl.base.ranks import current
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
@@ -346,7 +347,10 @@ class _PrivateRun:
 
     def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
-        self.secret = rule.secret or secrets.token_bytes(32)
+        # That of rank 0, as all ranks draw the same cohort.
+        (self.secret, *_) = current().every(
+            lambda: rule.secret or secrets.token_bytes(32), "simulate"
+        )
         self.p = result.settings.participation
         self.clients = result.data.clients
         self.rounds = result.settings.rounds
@@ -382,7 +386,7 @@ class _PrivateRound:
             if block.pool
         }
         self._flat: dict[str, Tensor] = flatten(blocks)
-        self._total = torch.cat(
+        self.total = torch.cat(
             [
                 torch.zeros(t.numel(), dtype=torch.float64, device=t.device)
                 for t in self._flat.values()
@@ -403,7 +407,7 @@ class _PrivateRound:
             length = float(difference.norm())
             if math.isfinite(length):  # a difference that is not finite adds nothing
                 share = min(1.0, self._run.rule.clip / length) if length else 1.0
-                self._total.add_(difference, alpha=float(self._run.weights[client]) * share)
+                self.total.add_(difference, alpha=float(self._run.weights[client]) * share)
 
     def server(self) -> Server:
         """Return the server's next state, with noise; see `RoundSum.server`.
@@ -413,7 +417,7 @@ class _PrivateRound:
             ValueError: The method's `combine` reads what single clients sent.
         """
         run, weights = self._run, self._run.weights
-        released = (self._total + self._noise()) / (run.p * weights.sum())
+        released = (self.total + self._noise()) / (run.p * weights.sum())
         new = dict(self._server)
         for (name, old), part in zip(
             self._flat.items(),
@@ -435,13 +439,13 @@ class _PrivateRound:
         where another kernel merely rounds the sum differently.
         """
         run = self._run
-        seen = hashlib.sha256(self._total.cpu().numpy().tobytes()).digest()
+        seen = hashlib.sha256(self.total.cpu().numpy().tobytes()).digest()
         drawn = normals(
-            run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self._total)
+            run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self.total)
         )
         return torch.from_numpy(
             run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn
-        ).to(self._total)
+        ).to(self.total)
 
     def row(self) -> dict[str, float]:
         """Return the privacy columns of the history; see `RoundSum.row`."""

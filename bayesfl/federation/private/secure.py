@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
@@ -315,9 +315,8 @@ class _SecureRound:
         self._whole = {
             name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)
         }
-        self._own: dict[int, np.ndarray] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._device = torch.device("cpu")
+        self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
+        self._device = tree_leaves(server)[0].device
         self._row: dict[str, float] = {}
 
     def add(self, replies: Replies) -> None:
@@ -327,7 +326,7 @@ class _SecureRound:
             DivergenceError: A summand is not finite, or one of norms' statistics is outside the
                 range.
         """
-        self._device = replies.n.device
+        own, sizes = self.total
         uplink = {
             **replies.sent,
             **replies.reported,
@@ -342,7 +341,7 @@ class _SecureRound:
                     for name, pool in self._pools.items()
                 }
             )
-            self._shapes = {name: t.shape for name, t in flat.items()}
+            sizes |= {name: list(t.shape) for name, t in flat.items()}
             values = np.concatenate([t.cpu().numpy().ravel() for t in flat.values()])
             try:
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
@@ -356,7 +355,7 @@ class _SecureRound:
                 ) from error
             if clipped:
                 self._refuse_clipped(client, flat)
-            self._own[client] = np.append(units, np.uint64(clipped))
+            own[client] = np.append(units, np.uint64(clipped))
 
     def _refuse_clipped(self, client: int, summands: Tensors) -> None:
         for name, t in summands.items():
@@ -383,10 +382,9 @@ class _SecureRound:
         flat = torch.from_numpy(restored(np.array(values, np.uint64), self._rule.step)).to(
             self._device
         )
+        own, sizes = self.total
         parts = zip(
-            self._shapes.items(),
-            flat.split([shape.numel() for shape in self._shapes.values()]),
-            strict=True,
+            sizes.items(), flat.split([math.prod(shape) for shape in sizes.values()]), strict=True
         )
         totals = nest({name: part.reshape(shape) for (name, shape), part in parts})
         if clipped:
@@ -400,7 +398,7 @@ class _SecureRound:
         new = self._server | {
             name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
         }
-        ids = torch.tensor(sorted(self._own), device=self._device)
+        ids = torch.tensor(sorted(own), device=self._device)
         return self._next.state(
             new, ids, Unseen(SUMS_ONLY, self._round, self._rounds, self._next.clients)
         )
@@ -412,19 +410,17 @@ class _SecureRound:
         If a client of the cohort does not reply, its masks do not cancel. The other clients then
         mask their values anew among themselves, and send once more.
         """
-        group, sends, volume = self._cohort, 0, 0
+        group, sends, volume, (own, _) = self._cohort, 0, 0, self.total
         while True:
             shared = agreed(group)
             messages = [
-                masked(self._own[client], client, shared[client])
-                for client in group
-                if client in self._own
+                masked(own[client], client, shared[client]) for client in group if client in own
             ]
             sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
             if len(messages) == len(group):
                 self._row |= {"repeats": sends - 1, "bytes_up": volume}
                 return masked_total(messages)
-            group = sorted(self._own)
+            group = sorted(own)
 
     def row(self) -> dict[str, float]:
         """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see

@@ -1,5 +1,5 @@
-"""The transport of rounds on one machine: threads compute chunks of clients, and a plan may
-simulate faults.
+"""The transport of rounds of a simulation: the threads of each rank compute chunks of clients, and
+a plan may simulate faults.
 """
 
 import math
@@ -22,6 +22,7 @@ from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Done, Local, State, kept_phases, read_rows, write_rows
+from bayesfl.federation.errors import called
 from bayesfl.federation.rounds.admission import Message, objection
 from bayesfl.federation.rounds.faults import Altered, Fault, FaultPlan, Lost
 from bayesfl.federation.rounds.replies import Replies
@@ -29,7 +30,7 @@ from bayesfl.federation.rounds.round import Absence, Round
 
 
 class OneMachine:
-    """A `Transport` of one attempt at a round on one machine.
+    """A `Transport` of one attempt at a round, of which each rank trains its share of the chunks.
 
     Private rows are changed in place as chunks finish; those of a failed round are restored.
 
@@ -85,13 +86,29 @@ class OneMachine:
         predictions; see `Transport.commit`.
         """
         out = list(dropped)
+        private, crew, local = self._state.private, self._crew, self._local
         for ids, old in self._undo:
             if (back := np.isin(ids, out)).any():
-                write_rows(self._state.private, ids[back], read_rows(old, np.flatnonzero(back)))
-        if self._test is not None and self._seen:
-            local = self._local
+                write_rows(private, ids[back], read_rows(old, np.flatnonzero(back)))
+        mine = np.concatenate([ids for ids, _ in self._undo] or [np.empty(0, np.int64)])
+        told = crew.every(
+            lambda: (
+                {**self.seconds, **self.traffic, "apart": self.apart},
+                self._seen,
+                None if crew.shares else (mine, read_rows(private, mine)),
+            )
+        )
+        spent = {name: math.fsum(one[name] for one, _, _ in told) for name in told[0][0]}
+        self.apart = spent.pop("apart") / len(told)
+        self.traffic = {name: spent[name] for name in self.traffic}
+        self.seconds = {name: spent[name] for name in self.seconds}
+        for _, _, changed in told if len(told) > 1 else ():
+            if changed is not None:
+                write_rows(private, *changed)
+        seen = [part for _, parts, _ in told for part in parts]
+        if self._test is not None and seen:
             before = Collector(self._test, local.names, local.algorithm.likelihood)
-            for ids, part in self._seen:
+            for ids, part in seen:
                 inside = ~np.isin(ids, out)
                 before.add(ids[inside], read_rows(part, np.flatnonzero(inside)))
             self.predicted = before.found()
@@ -113,11 +130,21 @@ class OneMachine:
         # left out.
         device = local.train.device
         size = engine.chunk_size(local.train.clients, local.algorithm, device)
-        todo = [
-            (ids, sends)
-            for group, sends in ((cohort, True), (rest, False))
-            for ids in chunks(group, local.train.counts, size)
-        ]
+        ranks, counts = self._crew.ranks, local.train.counts
+        parts = [chunks(group, counts, size) for group in (cohort, rest)]
+        costs = [[float(counts[ids].sum()) for ids in group] for group in parts]
+
+        def share(rank: int) -> list[tuple[np.ndarray, bool]]:
+            return [
+                (ids, sends)
+                for group, cost, sends in zip(parts, costs, (True, False), strict=True)
+                for ids in group[ranks.dealt(cost, rank)]
+            ]
+
+        todo = share(ranks.rank)
+        ranks.hold(
+            lambda rank: [called(int(j), local.names) for ids, _ in share(rank) for j in ids]
+        )
         kept = kept_phases(local.algorithm)
 
         def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, list[predict.Predicted], float]:
@@ -140,7 +167,7 @@ class OneMachine:
 
         spent = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
         received, measuring = 0, 0.0
-        for (_, sends), (done, seen, clock) in zip(todo, self._crew.over(todo, work), strict=True):
+        for (_, sends), (done, seen, clock) in zip(todo, self._crew.own(todo, work), strict=True):
             self._undo.append((done.ids, read_rows(self._state.private, done.ids)))
             write_rows(self._state.private, done.ids, done.views)
             self._seen += seen
@@ -148,7 +175,8 @@ class OneMachine:
             spent = {part: spent[part] + done.seconds.get(part, 0.0) for part in spent}
             yield from self._of(done, sends, round, wrong)
         sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in round.declared.values())
-        self.traffic = {"bytes_up": sent * len(cohort), "bytes_down": received}
+        asked = sum(len(ids) for ids, sends in todo if sends)
+        self.traffic = {"bytes_up": sent * asked, "bytes_down": received}
         self.seconds = {f"seconds_{part}": value for part, value in spent.items()}
         # Predictions ran in the workers beside training: the time that they took is not the
         # round's.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
+from bayesfl.base.ranks import current
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
@@ -56,6 +57,9 @@ class Replies:
 
 class RoundSum(Protocol):
     """A sum of one round's replies, from which the server's next state is computed."""
+
+    total: Any
+    """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of replies that were taken; the sum decides what the server learns of each of
@@ -181,8 +185,7 @@ class OpenSum:
     ) -> None:
         self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
         self._next = NextServer(algorithm, server, clients, round)
-        self._totals: dict[str, Tensors] = {}
-        self._stacked: list[Uplink] = []
+        self.total: tuple[dict[str, Tensors], list[Uplink]] = {}, []
         self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
 
     def add(self, replies: Replies) -> None:
@@ -191,13 +194,12 @@ class OpenSum:
             "n": replies.n,
             "ids": torch.from_numpy(replies.ids).to(replies.n.device),
         }
+        totals, stacked = self.total
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
                 uplink = {**replies.sent, **extra, **self._round}
-                self._totals[name] = pool.accumulate(
-                    self._totals.get(name), self._server, name, uplink
-                )
-        self._stacked.append(
+                totals[name] = pool.accumulate(totals.get(name), self._server, name, uplink)
+        stacked.append(
             extra
             | {
                 name: replies.sent[name]
@@ -214,13 +216,14 @@ class OpenSum:
             ValueError: The method's `combine` returns entries that the server does not have, no
                 tensors, or tensors of other shapes or dtypes.
         """
-        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked) | self._round
+        totals, stacked = self.total
+        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._round
         new = dict(self._server)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
                 new[name] = pool(self._server, name, uplink)
             else:
-                new[name] = pool.solve(self._server, name, self._totals[name])
+                new[name] = pool.solve(self._server, name, totals[name])
         return self._next.state(new, uplink["ids"], uplink)
 
     def row(self) -> dict[str, float]:
@@ -232,6 +235,7 @@ class ReplyFilter:
     """A filter between the replies and a round's sum.
 
     It passes replies on at once or, with `admission`, when all have arrived and have been compared.
+    A rank passes its own on after those of the ranks before it.
 
     Args:
         algorithm: The method.
@@ -284,7 +288,10 @@ class ReplyFilter:
     def add(self, replies: Replies) -> None:
         """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
         if self._admission is None:
-            self._pass(replies)
+            if current().rank:
+                self._held.append(replies)
+            else:
+                self._pass(replies)
             return
         if self._admission.max_norm is not None:
             sent = {
@@ -354,17 +361,33 @@ class ReplyFilter:
         Returns:
             The ids of clients whose reply, or training, was not taken.
         """
+        ranks, known = current(), (self.dropped, self._norms, self._sizes)
+        self.dropped, self._norms, self._sizes = {}, {}, {}
+        for dropped, norms, sizes in ranks.every(lambda: known, "simulate"):
+            self.dropped, self._norms = dropped | self.dropped, self._norms | norms
+            for name, each in sizes.items():
+                self._sizes.setdefault(name, {}).update(each)
         if self._admission is not None:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
             log.warning(
                 "round %d: %s is left out: %s", self._round + 1, called(client, self._names), reason
             )
+        self._sum.total, self.taken, self._losses = ranks.relay(
+            (self._sum.total, self.taken, self._losses), self._passed_on, "simulate"
+        )
+        return list(self.dropped)
+
+    def _passed_on(self, before: tuple[Any, int, list[np.ndarray]]) -> Any:
+        """Return the sum, the number of replies in it and their losses, after the replies that are
+        held are added to those of the ranks before.
+        """
+        self._sum.total, self.taken, self._losses = before
         # In the order of a simulation's chunks, so that sums over a network have the same bits.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
-        return list(self.dropped)
+        return self._sum.total, self.taken, self._losses
 
     def _compare(self, admission: Admission) -> None:
         """Leave out clients that went absurdly far, or that report absurdly large numbers."""

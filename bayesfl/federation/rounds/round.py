@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bayesfl.base.protocols import Server
+from bayesfl.base.ranks import current
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared
@@ -82,7 +83,7 @@ class Absence:
 
 class Transport(Protocol):
     """A carrier of one attempt at a round: it takes the server's state to the clients and brings
-    their replies back.
+    their replies back, at each rank those of its share.
     """
 
     trusted: bool
@@ -94,15 +95,11 @@ class Transport(Protocol):
     asked.
     """
     apart: float
-    """Seconds of the round spent on other work, such as measuring; known once all answers have
-    arrived.
-    """
+    """Seconds of the round spent on other work, such as measuring; known after `commit`."""
     seconds: dict[str, float]
-    """The history's columns on where the time was spent, in seconds; known once all answers have
-    arrived.
-    """
+    """The history's columns on where the time was spent, in seconds; known after `commit`."""
     traffic: dict[str, float]
-    """The columns `bytes_up` and `bytes_down`; known once all answers have arrived."""
+    """The columns `bytes_up` and `bytes_down`; known after `commit`."""
 
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
         """Ask the clients of a round, and give an iterator over their answers, which come in any
@@ -178,12 +175,16 @@ def run_round(
             transport.counts,
             rules.names,
         )
-        for answer in answers:
-            if isinstance(answer, Replies):
-                filter.add(answer)
-            else:
-                filter.drop(answer.client, answer.reason)
-                lost |= {answer.client} if answer.lost else set()
+
+        def take() -> None:
+            for answer in answers:
+                if isinstance(answer, Replies):
+                    filter.add(answer)
+                else:
+                    filter.drop(answer.client, answer.reason)
+                    lost.update([answer.client] if answer.lost else [])
+
+        current().every(take, "simulate")
         dropped = filter.close()
         if dropped and not admission.skips:
             bad = "; ".join(
@@ -211,7 +212,7 @@ def run_round(
     row = {
         "round": number + 1,
         "cohort": filter.taken,
-        "seconds": perf_counter() - start - transport.apart,
+        "seconds": current().every(perf_counter, "simulate")[0] - start - transport.apart,
         **transport.seconds,
     }
     row |= {"train_nll": filter.loss(), **counted} | (

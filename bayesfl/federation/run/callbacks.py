@@ -24,9 +24,9 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.options import Count, declared
+from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
@@ -52,11 +52,7 @@ def snapshot(result: Any) -> Any:
         >>> [run.round for run in kept]
         [1, 2]
     """
-    own = (
-        {"private": tree_map(lambda t: t.clone(), result.private)}
-        if isinstance(result, Result)
-        else {}
-    )
+    own = {"private": current().copied(result.private)} if isinstance(result, Result) else {}
     return replace(result, history=result.history.copy(), **own)
 
 
@@ -233,10 +229,12 @@ class TensorBoard:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder)) if current().rank == 0 else None
 
     def __call__(self, result: Any) -> None:
         """Write the numbers of the last round."""
+        if self._writer is None:
+            return
         for name, value in result.history[-1].items():
             self._writer.add_scalar(name, value, result.round)
         self._writer.flush()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from bayesfl.base.ranks import current
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.callbacks import Callback
 
@@ -34,25 +35,29 @@ def check_callbacks(name: str, on_round: object) -> None:
 
 
 def ended(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Call every callback with the run so far, and say whether one ends it; an error of a callback
-    carries the run as its `result`.
+    """Call every callback with the run so far, and say whether one ends it, at any rank; an error
+    of a callback carries the run as its `result`.
     """
     said, told = [], result
     if result.settings.sampling == "poisson":
         rows = [{key: row[key] for key in RELEASED if key in row} for row in result.history]
         told = replace(result, history=History(rows))
-    for callback in callbacks:
-        try:
+
+    def call() -> bool:
+        for callback in callbacks:
             answer = callback(told)
             said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
-        except Exception as error:  # a user's function may raise anything; it is passed on
-            error.add_note(
-                f"raised by a callback after round {result.round}; the run so far is this error's "
-                "attribute `result`"
-            )
-            error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
-            raise
-    return any(said)
+        return any(said)
+
+    try:
+        return any(current().every(call, "simulate"))
+    except Exception as error:  # a user's function may raise anything; it is passed on
+        error.add_note(
+            f"raised by a callback after round {result.round}; the run so far is this error's "
+            "attribute `result`"
+        )
+        error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
+        raise
 
 
 def finished(callbacks: Sequence[Any], result: Any) -> Any:

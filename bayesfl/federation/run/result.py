@@ -19,6 +19,7 @@ from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.ranks import current
 from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
@@ -189,7 +190,7 @@ class Result:
             return known
         tuning.check_tunable(self.algorithm, tuning.tunable(self.data))
         data = self.data.to(self.device, self.dtype)
-        with self.engine.crew(self.device) as crew:
+        with self.engine.crew(self.device, "predict") as crew:
             here = Here(self.local(data.train), self.state, data, crew, aggregation)
             return answered(self.algorithm, self.server, known, here)
 
@@ -314,7 +315,7 @@ class Result:
         local = self.local(train)
         # The means of beliefs need no answers; those of clients' own heads have them.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
-        with self.engine.crew(self.device) as crew:
+        with self.engine.crew(self.device, "predict") as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
         return tuple(
             surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
@@ -589,7 +590,7 @@ class Result:
         server = algorithm.newcomers(self.server, novel.clients)
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
-        with self.engine.crew(self.device) as crew:
+        with self.engine.crew(self.device, "adapt") as crew:
             self.local(moved.train).adapt(State(server, private, self.round), crew)
         new = replace(
             self,
@@ -868,7 +869,8 @@ class Result:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        files.write_round(path, files.RUN, self._content())
+        if current().rank == 0:
+            files.write_round(path, files.RUN, self._content())
 
     def _content(self) -> dict[str, Any]:
         """Return what a file holds; of the predictor's surveys what is known, as they take long."""

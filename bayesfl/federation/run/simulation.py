@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
 from bayesfl.base.described import described
@@ -20,6 +19,7 @@ from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -414,7 +414,7 @@ def _resumed(
         kernel=(engine.kernel, given.kernel),
         chunk=(engine.chunk, given.chunk or engine.chunk),
     )
-    own = {"private": tree_map(torch.clone, saved.private), "history": saved.history.copy()}
+    own = {"private": current().copied(saved.private), "history": saved.history.copy()}
     result = replace(saved, settings=settings, engine=engine, **own)
     if start is not None:
         warm.refuse_other_start(
@@ -474,7 +474,7 @@ class _Simulation:
         local = result.local(self.data.train)
         stopped = bool(result.round) and ended(self.callbacks, result)
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
-        hidden = None if self.progress is None else not self.progress
+        hidden = current().rank > 0 or (None if self.progress is None else not self.progress)
         span = {"total": settings.rounds, "initial": result.round}
         try:
             with progress_bar(**span, unit="round", disable=hidden) as bar:

@@ -27,6 +27,7 @@ from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
 from bayesfl.base.described import anonymous, digest_of
 from bayesfl.base.files import folder, remove_leftovers
+from bayesfl.base.ranks import current
 from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
@@ -362,15 +363,21 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
             "folder of their own"
         )
     with (made / "lock").open("a") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(
-                    f"checkpoint folder {str(path)!r} is in use by another run, which would be "
-                    "lost; stop that one first, or pass another folder"
-                ) from error
-        remove_leftovers(made, ".safetensors")
+
+        def claim() -> None:
+            if current().rank:
+                return
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise ValueError(
+                        f"checkpoint folder {str(path)!r} is in use by another run, which would be "
+                        "lost; stop that one first, or pass another folder"
+                    ) from error
+            remove_leftovers(made, ".safetensors")
+
+        current().every(claim, "simulate")
         yield _rounds(made)
 
 

@@ -1,0 +1,120 @@
+"""Values as one tensor of bytes, as ranks send them: JSON that says what they are, and the bytes of
+their tensors and arrays after it.
+
+Nothing is pickled. Of objects, only data classes of bayesfl travel, by their fields.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+OWN = "bayesfl."
+"""The beginning of the modules whose data classes travel."""
+
+
+def packed(value: Any) -> Tensor:
+    """Return a value as bytes, [n] uint8.
+
+    Args:
+        value: Plain values, tensors, NumPy arrays and data classes of bayesfl, in lists, tuples and
+            mappings.
+
+    Raises:
+        TypeError: A value is none of these.
+
+    Example:
+        >>> from bayesfl.base.packing import packed, unpacked
+        >>> unpacked(packed({1: (torch.ones(2), "two")}))
+        {1: (tensor([1., 1.]), 'two')}
+    """
+    parts: list[Tensor] = []
+    text = json.dumps(_said(value, parts)).encode()
+    head = np.frombuffer(np.int64(len(text)).tobytes() + text, np.uint8)
+    return torch.cat([torch.from_numpy(head.copy()), *parts])
+
+
+def unpacked(data: Tensor, device: torch.device | str = "cpu") -> Any:
+    """Return the value that `packed` made bytes of.
+
+    Args:
+        data: The bytes, [n] uint8.
+        device: Where tensors lie that lay on a GPU.
+    """
+    start = 8 + int(data[:8].clone().view(torch.int64))
+    said = json.loads(data[8:start].numpy().tobytes())
+    return _made(said, data, [start], torch.device(device))
+
+
+def _said(value: Any, parts: list[Tensor]) -> Any:
+    """Return what JSON says of a value, whose bytes are added to `parts`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        parts.append(
+            flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+        )
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": dtype, "shape": list(value.shape), "on": value.device.type}
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        parts.append(torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy()))
+        return {"array": array.dtype.str, "shape": list(np.shape(value))}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_said(one, parts) for one in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_said(key, parts), _said(one, parts)] for key, one in value.items()]}
+    kind = type(value)
+    if not is_dataclass(kind) or not kind.__module__.startswith(OWN):
+        raise TypeError(f"ranks send tensors and plain values to each other, not {value!r}")
+    known = {one.name: _said(getattr(value, one.name), parts) for one in fields(kind)}
+    return {"class": [kind.__module__, kind.__qualname__], "fields": known}
+
+
+def _made(said: Any, data: Tensor, at: list[int], device: torch.device) -> Any:
+    """Return the value of which JSON says this, whose bytes begin `at` a place that moves on."""
+    if not isinstance(said, Mapping):
+        return said
+    if "tensor" in said:
+        kind, shape = getattr(torch, said["tensor"]), said["shape"]
+        size = torch.Size(shape).numel() * kind.itemsize
+        flat = _bytes(data, at, size).view(kind) if size else torch.empty(0, dtype=kind)
+        return flat.reshape(shape).to("cpu" if said["on"] == "cpu" else device)
+    if "array" in said:
+        kind, shape = np.dtype(said["array"]), tuple(said["shape"])
+        size = int(np.prod(shape, dtype=int)) * kind.itemsize
+        return _bytes(data, at, size).numpy().view(kind).reshape(shape)[()]
+    if "bytes" in said:
+        return bytes.fromhex(said["bytes"])
+    if "tuple" in said or "list" in said:
+        found = [_made(one, data, at, device) for one in said.get("tuple", said.get("list"))]
+        return tuple(found) if "tuple" in said else found
+    if "mapping" in said:
+        return {
+            _made(key, data, at, device): _made(one, data, at, device)
+            for key, one in said["mapping"]
+        }
+    module, name = said["class"]
+    if not module.startswith(OWN):
+        raise TypeError(f"ranks send data classes of bayesfl to each other, not {module}.{name}")
+    kind = attrgetter(name)(import_module(module))
+    value = object.__new__(kind)
+    for key, one in said["fields"].items():
+        object.__setattr__(value, key, _made(one, data, at, device))
+    return value
+
+
+def _bytes(data: Tensor, at: list[int], size: int) -> Tensor:
+    """Return a copy of the next bytes, which is aligned as any type must be."""
+    at[0] += size
+    return data[at[0] - size : at[0]].clone()

@@ -1,0 +1,393 @@
+"""The processes of one run, its ranks: every rank runs the same program, and each computes some
+chunks of clients.
+
+A rank sends tensors of bytes to another, by gloo. It shows life from a thread of its own; where it
+shows none, or ends, the run ends at all ranks.
+"""
+
+import atexit
+import math
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.utils._pytree import tree_map_only
+
+from bayesfl.base.packing import OWN, packed, unpacked
+
+T = TypeVar("T")
+SIGN = 5.0
+"""Seconds between two signs of life."""
+LIMIT = 60.0
+"""Seconds without a sign of life after which a rank is lost."""
+FOREVER = timedelta(days=20)
+"""How long a rank waits for another that shows life."""
+FEW = 10
+"""Number of clients that a message names."""
+ENDED = "ended"
+"""The last sign of a rank that has ended as it should."""
+OF_PROCESS = "BAYESFL_RANK_OF"
+"""The variable that names the process that is a rank, as its own child processes are none."""
+
+
+class LostRankError(RuntimeError):
+    """An error raised when a rank has ended, or makes another call than the others."""
+
+
+class Alone:
+    """The one process of a run without ranks, and what ranks offer to a run.
+
+    Attributes:
+        rank: The number of this process, from 0.
+        size: Number of processes.
+        near: Number of them on this machine.
+        limit: Seconds without a sign of life after which a rank is lost.
+    """
+
+    rank, size, near, limit = 0, 1, 1, LIMIT
+
+    def every(self, make: Callable[[], T], what: str) -> list[T]:
+        """Return what `make` gives at every rank, in their order; an error at one is raised at all.
+
+        Args:
+            make: It runs at each rank.
+            what: The call that asks for it, in a word; all ranks must make the same.
+
+        Raises:
+            LostRankError: A rank has ended, or makes another call.
+        """
+        return [make()]
+
+    def relay(self, state: T, step: Callable[[T], T], what: str) -> T:
+        """Return what `step` makes of a state at one rank after the other, in their order.
+
+        Args:
+            state: The state at the start, that of rank 0.
+            step: It runs at each rank, with what the rank before has left.
+            what: As in `every`.
+
+        Raises:
+            LostRankError: As by `every`.
+        """
+        return step(state)
+
+    def dealt(self, costs: Sequence[float], rank: int | None = None) -> slice:
+        """Return which of some chunks a rank computes, neighbours all of them.
+
+        Args:
+            costs: How long each takes, in any unit.
+            rank: The rank; None for this one.
+        """
+        return slice(0, len(costs))
+
+    def copied(self, tree: T) -> T:
+        """Return a copy of a nest of tensors, which the ranks of one machine hold once, in mapped
+        memory.
+        """
+        return tree_map_only(Tensor, torch.clone, tree)
+
+    def hold(self, held: Callable[[int], list[str]]) -> None:
+        """Remember what says which clients a rank trains, for a message about its loss."""
+
+
+class Ranks(Alone):
+    """The ranks of a run.
+
+    Args:
+        store: The store in which they meet.
+        rank: The number of this process, from 0.
+        size: Number of processes, > 1.
+        near: Number of ranks on each machine, neighbours all of them.
+        lost: What is done where another rank is lost, with the message; it ends the process.
+        options: Options of gloo; None for its own.
+    """
+
+    def __init__(
+        self,
+        store: distributed.Store,
+        rank: int,
+        size: int,
+        near: int,
+        *,
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rank, self.size, self.near, self.limit = rank, size, near, LIMIT
+        self._store, self._lost = distributed.PrefixStore("bayesfl", store), lost or _end
+        self._held: Callable[[int], list[str]] = lambda _: []
+        self._calls = 0
+        self._store.set(f"life-{rank}", "")
+        self._group = distributed.ProcessGroupGloo(
+            distributed.PrefixStore("gloo", self._store), rank, size, FOREVER
+        )
+        self._over = threading.Event()
+        signs = distributed.PrefixStore("bayesfl", store.clone())
+        self._life = threading.Thread(target=self._watch, args=(signs,), daemon=True)
+        self._life.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the connections, and let other ranks wait no longer for signs of life."""
+        self._over.set()
+        self._life.join()
+        with suppress(RuntimeError):
+            self._store.set(f"life-{self.rank}", ENDED)
+        self._group = None
+
+    def every(self, make: Callable[[], T], what: str) -> list[T]:
+        """Return what `make` gives at every rank; see `Alone.every`."""
+        value, error = _tried(make)
+        message = packed(self._call(what) | {"value": value, "error": _told(error)})
+        if self.rank:
+            self._send(message, 0)
+            messages = unpacked(self._receive(0))
+        else:
+            messages = [message, *map(self._receive, range(1, self.size))]
+            whole = packed(messages)
+            for other in range(1, self.size):
+                self._send(whole, other)
+        found = [unpacked(one, self._device) for one in messages]
+        self._compare([(one["call"], one["what"]) for one in found])
+        for number, one in enumerate(found):
+            _raise(one["error"], error if number == self.rank else None, number)
+        found[self.rank]["value"] = value
+        return [one["value"] for one in found]
+
+    def relay(self, state: T, step: Callable[[T], T], what: str) -> T:
+        """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
+        about = self._call(what)
+        before = unpacked(self._receive(self.rank - 1), self._device) if self.rank else None
+        own = None
+        if before is None or (before["error"] is None and before["what"] == what):
+            given = state if before is None else before["value"]
+            value, own = _tried(lambda: step(given))
+            before = about | {"value": value, "error": _told(own), "rank": self.rank}
+        last = self.size - 1
+        if self.rank < last:
+            self._send(packed(before), self.rank + 1)
+        else:
+            whole = packed(before)
+            for other in range(last):
+                self._send(whole, other)
+        after = before if self.rank == last else unpacked(self._receive(last), self._device)
+        self._compare([(after["call"], after["what"]), (about["call"], what)])
+        _raise(after["error"], own, after["rank"])
+        return after["value"]
+
+    def dealt(self, costs: Sequence[float], rank: int | None = None) -> slice:
+        """Return which of some chunks a rank computes; see `Alone.dealt`."""
+        rank = self.rank if rank is None else rank
+        ends = np.cumsum([0.0, *costs])
+        middles = (ends[1:] + ends[:-1]) / 2 * self.size / max(ends[-1], math.ulp(0.0))
+        first, after = np.searchsorted(middles, [rank, rank + 1])
+        return slice(int(first), int(after))
+
+    def copied(self, tree: T) -> T:
+        """Return a copy of a nest of tensors, held once; see `Alone.copied`."""
+        if self.near == 1:
+            return super().copied(tree)
+        leads = self.rank % self.near == 0
+        paths = self.every(lambda: _folder(tree) if leads else "", "copies")
+        folder = Path(paths[self.rank - self.rank % self.near])
+        count = iter(range(sys.maxsize))
+
+        def mapped(t: Tensor) -> Tensor:
+            name, size = str(folder / str(next(count))), t.numel()
+            if t.is_cuda or not size:
+                return t.clone()
+            found = torch.from_file(name, shared=True, size=size, dtype=t.dtype).view(t.shape)
+            return found.copy_(t) if leads else found
+
+        made = self.every(lambda: tree_map_only(Tensor, mapped, tree), "copies")[self.rank]
+        if leads:
+            shutil.rmtree(folder)
+        return made
+
+    def hold(self, held: Callable[[int], list[str]]) -> None:
+        """Remember what says which clients a rank holds; see `Alone.hold`."""
+        self._held = held
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _call(self, what: str) -> dict[str, Any]:
+        self._calls += 1
+        return {"call": self._calls, "what": what}
+
+    def _compare(self, calls: Sequence[tuple[int, str]]) -> None:
+        if len(set(calls)) > 1:
+            raise LostRankError(
+                f"ranks make other calls at once: {', '.join(what for _, what in calls)}; each "
+                "must make the same calls in the same order, on the same data"
+            )
+
+    def _send(self, data: Tensor, other: int) -> None:
+        with self._spoken(other):
+            self._group.send([torch.tensor([len(data)])], other, 0).wait()
+            self._group.send([data], other, 0).wait()
+
+    def _receive(self, other: int) -> Tensor:
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._spoken(other):
+            self._group.recv([length], other, 0).wait()
+            data = torch.empty(int(length), dtype=torch.uint8)
+            self._group.recv([data], other, 0).wait()
+        return data
+
+    @contextmanager
+    def _spoken(self, other: int) -> Iterator[None]:
+        """Name the rank whose connection has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            message = self._named(other, "has ended")
+            with suppress(RuntimeError):  # the store may have ended, too
+                # The first message is right: other ranks end because of this one.
+                message = self._store.compare_set("lost", "", message).decode()
+            raise LostRankError(message) from error
+
+    def _named(self, other: int, what: str) -> str:
+        held = self._held(other)
+        more = f" and {len(held) - FEW} more" * (len(held) > FEW)
+        trained = f"; it trained {', '.join(held[:FEW])}{more}" * bool(held)
+        return (
+            f"rank {other} of {self.size} {what}{trained}. A run with "
+            "checkpoint= goes on by the same command; a call that all ranks must make, such as "
+            "simulate or predict, must not stand behind `if bf.rank() == 0`"
+        )
+
+    def _watch(self, store: distributed.Store) -> None:
+        """Show life, and end the process where another rank shows none."""
+        seen = {other: ("", time.monotonic()) for other in range(self.size) if other != self.rank}
+        while not self._over.wait(SIGN):
+            with suppress(RuntimeError):  # a store that has ended shows no life
+                store.set(f"life-{self.rank}", str(time.time()))
+                for other, (sign, _) in seen.items():
+                    now = store.get(f"life-{other}").decode()
+                    if now != sign or now == ENDED:
+                        seen[other] = (now, time.monotonic())
+            silent = {r: time.monotonic() - since for r, (_, since) in seen.items()}
+            other = max(silent, key=lambda r: silent[r])
+            if silent[other] > self.limit:
+                self._lost(self._named(other, f"has shown no life for {silent[other]:.0f} s"))
+
+
+ALONE = Alone()
+_RANKS: ContextVar[Alone | None] = ContextVar("ranks", default=None)
+_FOUND: list[Alone] = []
+_LOCK = threading.Lock()
+
+
+def current() -> Alone:
+    """Return the ranks of this process, as torchrun has started them."""
+    if (given := _RANKS.get()) is not None:
+        return given
+    with _LOCK:
+        if not _FOUND:
+            _FOUND.append(_from_environment())
+        return _FOUND[0]
+
+
+def rank() -> int:
+    """Return the number of this process among the ranks of a run, from 0; 0 without ranks.
+
+    Every rank runs the whole program. What is to happen once, as printing, stands behind `if
+    bf.rank() == 0`.
+
+    Example:
+        >>> if bf.rank() == 0:
+        ...     print("said once")
+        said once
+    """
+    return current().rank
+
+
+@contextmanager
+def using(ranks: Alone) -> Iterator[None]:
+    """Let the runs of this block be those of some ranks."""
+    token = _RANKS.set(ranks)
+    try:
+        yield
+    finally:
+        _RANKS.reset(token)
+
+
+def _from_environment() -> Alone:
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    owner = os.environ.setdefault(OF_PROCESS, str(os.getpid()))
+    if size == 1 or "RANK" not in os.environ or owner != str(os.getpid()):
+        return ALONE
+    store, number, size = next(iter(distributed.rendezvous("env://")))
+    return Ranks(store, number, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def _end(message: str) -> None:
+    """End the process, which may wait in a call that nothing else ends."""
+    print(f"bayesfl: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _folder(tree: Any) -> str:
+    """Return a new folder in memory, where that has room for some tensors, or on disk."""
+    sizes: list[int] = []
+    tree_map_only(Tensor, lambda t: sizes.append(t.nbytes), tree)
+    memory = Path("/dev/shm")
+    room = memory.is_dir() and shutil.disk_usage(memory).free > 2 * sum(sizes)
+    return tempfile.mkdtemp(prefix="bayesfl-", dir=memory if room else None)
+
+
+def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except LostRankError:
+        raise
+    except Exception as error:  # whatever it is, all ranks raise it
+        return None, error
+
+
+def _told(error: Exception | None) -> Any:
+    """Return what is sent of an error; of a class that is not bayesfl's or Python's, the words."""
+    if error is None:
+        return None
+    kind, about = type(error), vars(error) | {"result": None, "__notes__": []}
+    own = kind.__module__.startswith(OWN) or kind.__module__ == "builtins"
+    return {
+        "module": kind.__module__ if own else "builtins",
+        "name": kind.__qualname__ if own else "RuntimeError",
+        "said": str(error) if own else f"{kind.__qualname__}: {error}",
+        "about": {key: value for key, value in about.items() if _is_plain(value)},
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        packed(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _raise(told: Any, own: Exception | None, rank: int) -> None:
+    """Raise the error of a rank, if there is one: its own, or one of the same class and words."""
+    if own is not None:
+        raise own
+    if told is None:
+        return
+    kind = getattr(sys.modules.get(told["module"]), told["name"], RuntimeError)
+    error = kind.__new__(kind, told["said"])
+    error.args = (told["said"],)
+    vars(error).update(told["about"])
+    error.add_note(f"raised at rank {rank}")
+    raise error
