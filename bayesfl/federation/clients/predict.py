@@ -282,17 +282,18 @@ def fitted_of(
     surveys beside what the server sends.
     """
     rule: Any = local.algorithm.predictor
-    given = {**done.given, **known}
+    given, keeps = {**done.given, **known}, bool(known) and isinstance(rule, Heads)
     for c, client in enumerate(done.ids.tolist()):
         view = tree_map(lambda t, c=c: t[c], done.views)
-        if known and client in done.heads:
+        if keeps and client in done.heads:
             own, tensors = done.heads[client]
             fitted = rule.restored(local.algorithm, view | own, tensors)
         else:
             x, y = local.train.client(client)
             fitted = rule(local.algorithm, given, view, {"x": x, "y": y})
-            if known and isinstance(rule, Heads):
-                done.keep_head(client, ({HEAD: fitted.view[HEAD]}, fitted.state))
+            if keeps:
+                made = vars(fitted)
+                done.keep_head(client, ({HEAD: made["view"][HEAD]}, made["state"]))
         yield done.ids[c : c + 1], fitted
 
 
