@@ -256,15 +256,17 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the places where two descriptions differ, with what stands there in each; `absent` at
     a place that one of them lacks. Of a function or a class that has a source text, the module does
-    not count.
+    not count; of objects of two classes nothing else does.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if (source := one.get("source")) is not None and source == other.get("source"):
             names = [str(of.get("name")).rpartition(".")[2] for of in (one, other)]
             one = {**one, "name": other.get("name")} if names[0] == names[1] else one
+        alike = one.get("class") == other.get("class")
+        keys = dict.fromkeys([*one, *other]) if alike else ["class"]
         pairs = [
             (f"{path}.{key}" if path else key, one.get(key, absent), other.get(key, absent))
-            for key in dict.fromkeys([*one, *other])
+            for key in keys
         ]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = [

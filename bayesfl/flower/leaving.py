@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import conduct
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
@@ -73,31 +73,33 @@ def leaves(
         what = f"block {of!r}" if of in algorithm.blocks else "what the method reports"
         found.append(Sent(when, name, math.prod(shape), what))
     found.append(Sent(when, "train_nll", 1, "mean training loss, in nats"))
+    about = Outputs(cast(Task, algorithm.likelihood.task), outputs)
     server, known = algorithm.init(1), {}
     while (question := next_question(algorithm, server, known)) is not None:
         name, survey = question
-        known[name] = survey.start(Outputs(cast(Task, algorithm.likelihood.task), outputs))
+        known[name], sizes = _pretended(survey, about)
         sums = f"sums over {survey.split} rows: {getattr(survey, 'sums', name)}"
-        for key, shape in survey.shapes(known[name]).items():
-            found.append(Sent("each evaluation", key, math.prod(shape), sums))
+        found += [Sent("each evaluation", key, size, sums) for key, size in sizes.items()]
     measures = "measures on the client's test and validation rows, one number each"
     found += [
         Sent("each evaluation", name, 1, measures) for name in (*records.MEASURES, "your own")
     ]
     for step in calibration:
-        for name, size in _asked(step, Outputs(cast(Task, algorithm.likelihood.task), outputs)):
-            when = f"after training, {type(step).__name__}"
-            found.append(Sent(when, name, size, f"sums over the client's rows in {step.split!r}"))
+        when = f"after training, {type(step).__name__}"
+        sums = f"sums over the client's rows in {step.split!r}"
+        found += [Sent(when, name, n, sums) for name, n in _pretended(step, about)[1].items()]
     return found
 
 
-def _asked(step: Step, outputs: Outputs) -> list[tuple[str, int]]:
-    """Return the names and sizes of the answers that a step's questions ask for."""
+def _pretended(survey: Survey[Any], about: Outputs) -> tuple[Tensors, dict[str, int]]:
+    """Return the last state of a survey in which every answer is 1 and no candidate is broken, and
+    the sizes of the answers.
+    """
     sizes: dict[str, int] = {}
 
     def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         sizes.update({name: math.prod(shape) for name, shape in shapes.items()})
-        return {name: torch.ones(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        answers = {name: torch.ones(shape).double() for name, shape in shapes.items()}
+        return answers | {name: 0 * t for name, t in answers.items() if name == "n_broken"}
 
-    conduct(step, ask, outputs)
-    return list(sizes.items())
+    return conduct(survey, ask, about), sizes

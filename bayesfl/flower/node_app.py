@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from bayesfl.base.described import differences, digest_of
 from bayesfl.base.options import declared
+from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.split import Change
 from bayesfl.engine import Engine
@@ -24,7 +25,7 @@ from bayesfl.federation.clients.surveying import check_servers_model, checked_st
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
-from bayesfl.federation.store.identity import agreement
+from bayesfl.federation.store.identity import agreement, method_differences
 from bayesfl.flower import records
 from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.node import Node, Refused
@@ -94,7 +95,7 @@ def client_app(
     app, engine, agreed = ClientApp(), engine or Engine(), agreement(algorithm, steps)
 
     def here(message: Message, context: Context) -> Node:
-        _same_code(message, agreed)
+        _same_code(message, algorithm, agreed)
         return Node.of(
             context,
             load_data,
@@ -154,7 +155,7 @@ def _described(change: Change | None) -> str:
     return "" if change is None else digest_of(change)
 
 
-def _same_code(message: Message, agreed: dict[str, Any]) -> None:
+def _same_code(message: Message, algorithm: Algorithm, agreed: dict[str, Any]) -> None:
     """Check that the server uses the same protocol, and runs the same method and calibration.
 
     Raises:
@@ -164,7 +165,11 @@ def _same_code(message: Message, agreed: dict[str, Any]) -> None:
     records.same_protocol(message.content)
     if records.setting(message.content, "algorithm", str) != digest_of(agreed):
         theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
-        apart = differences(theirs, json.loads(json.dumps(agreed))) if theirs else {}
+        apart: dict[str, tuple[Any, Any]] = {}
+        if theirs:
+            both = (theirs["calibration"], agreed["calibration"])
+            apart = method_differences(theirs, algorithm)
+            apart |= differences(*both, "calibration", absent="its default")
         said = [f"{at} is {here} here and {there} there" for at, (there, here) in apart.items()]
         raise Refused(
             "the server runs another method or calibration, or one with other options"

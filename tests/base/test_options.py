@@ -210,22 +210,9 @@ def test_what_python_refuses_itself():
         return epochs
 
     for call, message in (
-        (
-            lambda: few(1, lr=0.1),
-            r"few\(\) got an unexpected "
-            r"keyword argument 'lr'",
-        ),
-        (
-            lambda: few(epochs=0),
-            r"few\(\) missing 1 required "
-            r"positional argument: "
-            r"'model'",
-        ),
-        (
-            lambda: few(1, 2),
-            r"few\(\) takes 1 positional "
-            r"argument but 2 were given",
-        ),
+        (lambda: few(1, lr=0.1), r"few\(\) got an unexpected keyword argument 'lr'"),
+        (lambda: few(epochs=0), r"few\(\) missing 1 required positional argument: 'model'"),
+        (lambda: few(1, 2), r"few\(\) takes 1 positional argument but 2 were given"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

@@ -1,6 +1,7 @@
 """What a node does, and whom it refuses."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.composition.predictors import LinearisedLaplace, PooledLaplace
 from bayesfl.data import FederatedData
+from bayesfl.evaluation.calibration import Temperature
 from bayesfl.federation.store import files
 from bayesfl.flower import client_app
 from bayesfl.flower.node_app import Refused
@@ -84,20 +87,50 @@ def test_no_order_is_for_another(tmp_path: Path):
             grid.apps[101](order, grid.context(101))
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        ({"epochs": 7}, {"epochs": 8}, "fedavg.epochs is 7 here and 8 there"),
+        ({"epochs": 7}, {}, "fedavg.epochs is 7 here and its default there"),
+        (
+            {"predictor": PooledLaplace("diagonal", precision=1.0)},
+            {"predictor": LinearisedLaplace()},
+            "composed by hand.predictor.class is PooledLaplace here and LinearisedLaplace there",
+        ),
+        (
+            {"calibration": [Temperature(split="test")]},
+            {"calibration": [Temperature()]},
+            "calibration[0].split is test here and its default there",
+        ),
+        (
+            {"calibration": []},
+            {"calibration": [Temperature()]},
+            "calibration is [] here and [{'class': 'Temperature'}] there",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Temperature is fitted to", "ignore:clients predict with")
 def test_another_method_is_refused(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    here: Any,
+    there: Any,
+    said: str,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: Any,
 ):
     """A client with other options than the server says so before anything is trained."""
-    grid = grid_of(bf.algorithms.fedavg(model, epochs=7), clients, tmp_path)
-    waits(
-        grid,
-        monkeypatch,
-        algorithm=bf.algorithms.fedavg(model, epochs=8),
-        clients=clients.clients,
-        rounds=1,
-    )
+
+    def made(predictor: Any = None, calibration: Any = (), **options: Any) -> dict[str, Any]:
+        plain = bf.algorithms.fedavg(model, **options)
+        algorithm = plain if predictor is None else replace(plain, predictor=predictor)
+        return {"algorithm": algorithm, "calibration": calibration}
+
+    grid = grid_of(**made(**here), clients=clients, folder=tmp_path)
+    waits(grid, monkeypatch, **made(**there), clients=clients.clients, rounds=1)
     assert "runs another method" in caplog.text
-    assert "fedavg.epochs is 7 here and 8 there: ship the same app" in caplog.text
+    assert f"{said}: ship the same app" in caplog.text
     assert not any(map(trains, grid.sent))
 
 

@@ -248,15 +248,21 @@ def test_a_sites_own_model_stays_on_the_node(tmp_path: Path):
         assert [float(value) for value in kept.iloc[0]] == values
 
 
-def test_draws_are_counted_over_a_run(tmp_path: Path):
-    """Of two fits of a run the second goes beyond."""
+@pytest.mark.parametrize("runs", [1, 2])
+def test_draws_are_counted(runs: int, tmp_path: Path):
+    """Of two fits the second goes beyond, in a run or, as the ledger counts, over two."""
 
     def analysis(remote: Sites) -> None:
-        bf.stats.mixed(remote, family="binomial")
-        bf.stats.mixed(remote, family="binomial")
+        for _ in range(2 // runs):
+            bf.stats.mixed(remote, family="binomial")
 
-    with pytest.raises(Refusal, match=r"^site 'south' refuses Draws by .* rule max_draws$"):
+    def run() -> None:
         analyse(grid_of(tmp_path, policy="max_draws = 1999"), analysis, sites=4, timeout=5.0)
+
+    if runs == 2:
+        run()
+    with pytest.raises(Refusal, match=r"^site 'south' refuses Draws by .* rule max_draws$"):
+        run()
 
 
 def test_a_question_that_this_version_does_not_know(tmp_path: Path):
@@ -502,14 +508,6 @@ def test_the_ledger_says_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFi
     assert "0 log likelihoods at shared draws answered" in said
     assert "run 1: Draws, refused by max_draws" in said
     assert said.count("Likelihood, answered loss [], slope [4]") == 5
-
-
-def test_draws_are_counted_over_all_runs(tmp_path: Path):
-    """The ledger keeps how many there were."""
-    fit = lambda remote: bf.stats.mixed(remote, family="binomial")  # noqa: E731
-    analyse(grid_of(tmp_path, policy="max_draws = 1999"), fit, sites=4, timeout=5.0)
-    with pytest.raises(Refusal, match=r"^site 'south' refuses Draws by .* rule max_draws$"):
-        analyse(grid_of(tmp_path, policy="max_draws = 1999"), fit, sites=4, timeout=5.0)
 
 
 def test_files_of_a_node_run_nothing_and_are_bounded(

@@ -136,17 +136,10 @@ def test_the_cifar100_network_pools_with_padding():
     ("call", "message"),
     [
         (lambda: models.mlp(0, outputs=3), r"inputs .*got 0"),
-        (
-            lambda: models.mlp("64", outputs=3),
-            r"inputs .*got '6'",
-        ),
+        (lambda: models.mlp("64", outputs=3), r"inputs .*got '6'"),
         (lambda: models.mlp((1, 28.5), outputs=3), r"inputs .*got 28.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=0), r"outputs .*1.* got 0"),
-        (
-            lambda: models.mlp(4, outputs=2.5),
-            r"outputs "
-            r".*got 2.5",
-        ),
+        (lambda: models.mlp(4, outputs=2.5), r"outputs .*got 2.5"),
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden .*1, got 0"),
         (lambda: models.mlp(4, outputs=2, hidden="100"), r"hidden .*got '1'"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=10.5), r"hidden .*got 10.5"),  # pyright: ignore[reportArgumentType]

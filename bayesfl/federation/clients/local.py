@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
 KEPT = 2**28
-"""Bytes of fine-tuned views that are kept, so that clients fine-tune once for all that is asked."""
+"""Maximum number of bytes of fine-tuned views that are kept, and of heads, so that clients make
+them once for all that is asked.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ class State:
         private: The clients' private states, [J, ...] each.
         round: Number of rounds done.
         kept: The outcomes of fine-tuning by their clients, at most `KEPT` bytes of them.
+        heads: As in `Done`.
     """
 
     server: Server
     private: View
     round: int
     kept: "dict[bytes, Done]" = field(default_factory=dict, compare=False, repr=False)
+    heads: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
         """Return the state from which the clients `ids` start a round."""
@@ -83,6 +87,7 @@ class State:
         if (found := self.kept.get(ids.tobytes())) is not None:
             return found
         done = local.finetuned(ids, self.received(local.algorithm, ids), self.round)
+        done = replace(done, heads=self.heads)
         held = sum(t.nbytes for one in (*self.kept.values(), done) for t in tree_leaves(one.views))
         if local.algorithm.finetune and held <= KEPT:
             self.kept[ids.tobytes()] = done
@@ -102,6 +107,8 @@ class Done:
         received: Number of bytes that the chunk received.
         diverged: True for clients whose training is no longer finite, [C] bool; their views are
             those at their start.
+        heads: What clients have made of their rows, from which `Heads` restores their predictors,
+            by their numbers; at most `KEPT` bytes.
     """
 
     ids: np.ndarray
@@ -111,6 +118,12 @@ class Done:
     seconds: dict[str, float]
     received: int
     diverged: np.ndarray
+    heads: dict[int, Any] = field(default_factory=dict)
+
+    def keep_head(self, client: int, made: Any) -> None:
+        """Keep what a client has made, if all clients so far and this one fit in `KEPT` bytes."""
+        if (len(self.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:
+            self.heads[client] = made
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from bayesfl.base.inputs import Inputs, call, count, each
 from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import Mixture
+from bayesfl.composition.predictors import HEAD, Heads, Mixture
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
@@ -281,15 +281,20 @@ def fitted_of(
     """Yield each client of a chunk, [1], with its predictor, which is told the last states of its
     surveys beside what the server sends.
     """
-    assert local.algorithm.predictor is not None
-    given = {**done.given, **known}
-    for c in range(len(done.ids)):
-        x, y = local.train.client(int(done.ids[c]))
+    rule: Any = local.algorithm.predictor
+    given, keeps = {**done.given, **known}, bool(known) and isinstance(rule, Heads)
+    for c, client in enumerate(done.ids.tolist()):
         view = tree_map(lambda t, c=c: t[c], done.views)
-        yield (
-            done.ids[c : c + 1],
-            local.algorithm.predictor(local.algorithm, given, view, {"x": x, "y": y}),
-        )
+        if keeps and client in done.heads:
+            own, tensors = done.heads[client]
+            fitted = rule.restored(local.algorithm, view | own, tensors)
+        else:
+            x, y = local.train.client(client)
+            fitted = rule(local.algorithm, given, view, {"x": x, "y": y})
+            if keeps:
+                made = vars(fitted)
+                done.keep_head(client, ({HEAD: made["view"][HEAD]}, made["state"]))
+        yield done.ids[c : c + 1], fitted
 
 
 def of_fitted(

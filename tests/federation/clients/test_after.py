@@ -15,6 +15,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store.identity import Answer
+from bayesfl.flower import leaves
 from tests.flower.made import assert_predicts, deploy, simulated
 
 
@@ -65,6 +66,25 @@ class Shifted:
 
     def restored(self, algorithm: Any, view: Any, tensors: Any) -> Any:
         return Fitted(algorithm, view, tensors["bias"])
+
+
+@dataclass(frozen=True)
+class Counted(Shift):
+    """With a key that its last state alone has."""
+
+    def solve(self, state: Any, total: Any) -> tuple[dict[str, Tensor], bool]:
+        state, done = super().solve(state, total)
+        return state | ({"rows": total["n_rows"]} if done else {}), done
+
+
+class Twice(Shifted):
+    """The second survey reads that key."""
+
+    def asks(self, algorithm: Any, server: Any, known: Any) -> Any:
+        if "first" not in known:
+            return "first", Counted()
+        rows = int(known["first"]["rows"])
+        return None if "shift" in known else ("shift", replace(Shift(), steps=rows))
 
 
 @dataclass
@@ -165,6 +185,24 @@ def test_evaluations_ask_by_the_runs_aggregation(
     assert len(added) == 3
     open_ = replace(hidden, after=()).answers["shift"]["bias"]
     assert 0 < (hidden.answers["shift"]["bias"] - open_).abs().max() < 1e-6
+
+
+def test_what_leaves_by_surveys_after_another(method: bf.Algorithm):
+    """As the last state of the first one would have it."""
+    sent = leaves(replace(method, predictor=Twice()), outputs=2)
+    found = [(one.name, one.size, one.what) for one in sent if "sums" in one.what]
+    assert found == [
+        (name, size, f"sums over validation rows: {survey}")
+        for survey in ("first", "shift")
+        for name, size in (("n_rows", 1), ("slope", 2))
+    ]
+
+
+def test_what_leaves_where_a_number_is_tuned():
+    method = bf.algorithms.fedsi_full(bf.models.mlp(4, hidden=3, outputs=2), steps=1)
+    sizes = {one.name: one.size for one in leaves(method) if "tuned number" in one.what}
+    count = len(method.predictor.grid)
+    assert sizes == {"nll": count, "products": count**2, "n_examples": 1, "n_broken": count}
 
 
 def test_over_a_network(

@@ -1,5 +1,6 @@
 """Heads on trained bodies: predictions, newcomers, files, and sums that hide clients."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,25 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     assert_close(away.square().mean(), torch.ones(()).double(), rtol=0, atol=0.03)
     posterior = found.to_arviz(2, "own_head", draws=30).posterior
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
+
+
+def test_heads_are_made_once(clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+    """But where they take too many bytes; the means of the head that all share are not theirs."""
+    asked = trained("fedavg", clients)[1].heads()
+    unasked = replace(asked, after=())
+    shared = unasked.predict(draws=0).probs
+    assert list(unasked.answers) == ["heads", "heads-scaled"]
+    made, plain = [], Head.posterior
+    monkeypatch.setattr(Head, "posterior", lambda *args: made.append(1) or plain(*args))
+    first, again = (unasked.predict().probs for _ in range(2))
+    assert len(made) == 6
+    assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+    assert_close(unasked.predict(draws=0).probs, shared, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr("bayesfl.federation.clients.local.KEPT", 3 * 8 * 40**2)
+    some = replace(asked)
+    assert_close(some.predict().probs, first, rtol=0, atol=0, equal_nan=True)
+    some.predict()
+    assert len(made) == 6 + 6 + 4
 
 
 def test_a_network_that_declares_its_head_first():
