@@ -26,7 +26,8 @@ NeurIPS 2021 (laplace-torch).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs, count, structure
+from bayesfl.base.numerics import apart
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import NO_CURVATURE, check_prior_precision
@@ -509,31 +511,55 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
     """Return how many examples fit a block, and the outputs [1, O] of one example, `x` [1, ...].
 
     Raises:
-        ValueError: A covered layer is not used exactly once in a pass, where autograd sees it.
+        ValueError: A covered layer is not used exactly once in a pass, where autograd sees it, or
+            the gradients of its weights are not those of the layer alone.
     """
     owner = {id(p): name for name in names for p in module.get_submodule(name).parameters()}
-    uses, numbers = Counter(), []
+    uses, numbers, alone = Counter(), [], {}
 
-    def note(layer: nn.Module, _: Any, out: Tensor) -> None:
-        uses.update(
-            {owner[id(p)] for p in layer.parameters() if id(p) in owner and out.requires_grad}
-        )
+    def tally(layer: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
+            uses.update({owner[id(p)] for p in layer.parameters() if id(p) in owner})
+
+    def note(layer: nn.Module, given: Any, out: Tensor) -> None:
+        def back(slope: Tensor) -> None:
+            own = [p for p in layer.parameters() if p.requires_grad]
+            with torch.enable_grad():
+                plain = type(layer).forward(layer, given[0].detach())
+            alone.update(zip(own, torch.autograd.grad(plain, own, slope), strict=True))
+
+        if out.requires_grad:
+            out.register_hook(back)
         weight = layer.get_parameter("weight")
         numbers.append(out.numel() // len(weight) * (len(weight) + weight[0].numel()))
 
-    hooks = [
-        m.register_forward_hook(note)
-        for m in module.modules()
-        if any(id(p) in owner for p in m.parameters(recurse=False))
-    ]
-    with torch.enable_grad():
-        outputs = module(x).detach()
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for m in module.modules():
+            if any(id(p) in owner for p in m.parameters(recurse=False)):
+                hooks.enter_context(m.register_forward_pre_hook(tally))
+                hooks.enter_context(m.register_forward_hook(note))
+        outputs = module(x)
+        _check_uses(uses, names)
+        every = [p for p in module.parameters() if p.requires_grad]
+        probe = torch.linspace(1, 2, outputs.numel()).to(outputs).view_as(outputs)
+        slopes = torch.autograd.grad(outputs, every, probe, materialize_grads=True)
+    _check_uses(uses, names)  # a checkpoint has called its layers again
+    for p, slope in zip(every, slopes, strict=True):
+        if apart(slope, alone.get(p, torch.zeros_like(p)), 1e-4):
+            raise ValueError(
+                f"structure 'kfac' needs layers that alone use their weights, and those of "
+                f"{owner[id(p)]!r} are used elsewhere, too, or in another forward or by a hook; "
+                f"{_OTHERS}"
+            )
+    outputs = outputs.detach()
+    return max(1, BLOCK // (8 * (sum(numbers) + outputs.numel() ** 2))), outputs
+
+
+def _check_uses(uses: Mapping[str, int], names: list[str]) -> None:
+    """Check that each of these layers was called once."""
     for name in names:
         if uses[name] != 1:
             raise ValueError(
-                f"structure 'kfac' needs layers used once in a pass, {name!r} is used {uses[name]} "
-                f"times, reentrant checkpoints aside; {_OTHERS}"
+                "structure 'kfac' needs layers used once in a pass and in no checkpoint, which "
+                f"calls them again; {name!r} is used {uses[name]} times; {_OTHERS}"
             )
-    return max(1, BLOCK // (8 * (sum(numbers) + outputs.numel() ** 2))), outputs

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bayesfl.curvature import Curvature
+from bayesfl.curvature.kronecker import diagonal_of, factors
 from bayesfl.posteriors import Laplace, MeanField, nuts, sgld
 from bayesfl.posteriors.sampling.target import Target
-from tests.networks import KINDS, X, Y, made
+from tests.networks import KINDS, Base, X, Y, made
 
 
 def elsewhere(name: str) -> nn.Module:
@@ -80,3 +82,44 @@ def test_threads_may_predict_by_one_posterior(name):
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: fitted.predict(X.float()), range(40)):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+class Scaled(Base):
+    def begin(self):
+        self.a.register_forward_hook(lambda layer, given, out: 2 * out)
+
+
+class BesideALayer(Base):
+    def hidden(self, x):
+        return self.a(x) + F.linear(x, self.a.weight)
+
+
+class InACheckpoint(Base):
+    def hidden(self, x):
+        return checkpoint(self.a, x, use_reentrant=False)
+
+
+class SineInACheckpoint(Base):
+    def hidden(self, x):
+        return checkpoint(lambda t: self.a(t).sin(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Scaled, "alone use their weights, and those of 'a'"),
+        (BesideALayer, "alone use their weights, and those of 'a'"),
+        (InACheckpoint, "in no checkpoint.*'a' is used 2 times"),
+        (SineInACheckpoint, "in no checkpoint.*'a' is used 2 times"),
+    ],
+)
+def test_kronecker_factors_are_of_layers_that_alone_use_their_weights(kind, words):
+    """Else factors would miss what the weights do elsewhere, or count inputs twice."""
+    with pytest.raises(ValueError, match=words):
+        Laplace.fit(kind().double(), X, precision=1.0, structure="kfac")
+
+
+def test_kronecker_factors_of_one_example_have_the_ggns_diagonal():
+    curvature = Curvature(Base().double())
+    found = diagonal_of(curvature, *factors(curvature, X[:1]))
+    torch.testing.assert_close(found, curvature.diagonal(X[:1]), rtol=1e-10, atol=1e-14)
