@@ -9,6 +9,7 @@ import atexit
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -273,7 +274,7 @@ class Ranks(Alone):
         seen = {other: ("", time.monotonic()) for other in range(self.size) if other != self.rank}
         while not self._over.wait(SIGN):
             with suppress(RuntimeError):  # a store that has ended shows no life
-                store.set(f"life-{self.rank}", str(time.time()))
+                store.set(f"life-{self.rank}", f"{os.getpid()} {time.time()}")
                 for other, (sign, _) in seen.items():
                     now = store.get(f"life-{other}").decode()
                     if now != sign or now == ENDED:
@@ -281,6 +282,9 @@ class Ranks(Alone):
             silent = {r: time.monotonic() - since for r, (_, since) in seen.items()}
             other = max(silent, key=lambda r: silent[r])
             if silent[other] > self.limit:
+                if other // self.near == self.rank // self.near and seen[other][0]:
+                    # Torchrun waits half a minute for one that is stopped.
+                    os.kill(int(seen[other][0].split()[0]), signal.SIGKILL)
                 self._lost(self._named(other, f"has shown no life for {silent[other]:.0f} s"))
 
 

@@ -47,7 +47,9 @@ class Crew:
         what: The call for which they work, in a word.
     """
 
-    def __init__(self, workers: int, device: torch.device, what: str) -> None:
+    def __init__(
+        self, workers: int, device: torch.device = torch.device("cpu"), what: str = "simulate"
+    ) -> None:
         self._workers, self._device, self._what = workers, device, what
         self.ranks: Alone = current()
         self._threads = torch.get_num_threads()

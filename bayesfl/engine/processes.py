@@ -1,0 +1,76 @@
+"""The ranks of one call of a notebook: processes that begin with the call and end with it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from bayesfl.base.ranks import ALONE, Ranks, current, using
+
+
+@contextmanager
+def started(count: int | None, call: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[None]:
+    """Let a block be rank 0 of `count` processes, of which the others make the same call.
+
+    The method and the data go to them once, by cloudpickle.
+
+    Args:
+        count: Number of processes; None for this one, or for the ranks of torchrun.
+        call: The function whose block this is.
+        given: Its arguments by their names.
+    """
+    if count in (None, 1) or current() is not ALONE:
+        yield
+        return
+    from joblib.externals import cloudpickle
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    about |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    about |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with tempfile.TemporaryDirectory(prefix="bayesfl-") as folder:
+        file = Path(folder, "call")
+        file.write_bytes(cloudpickle.dumps((call, dict(given))))
+        others = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(file)],
+                env={**os.environ, **about, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C reaches rank 0 alone
+            )
+            for rank in range(1, count)
+        ]
+
+        def end(message: str = "") -> None:
+            for other in others:
+                other.kill()
+
+        ranks = None
+        try:
+            ranks = Ranks(store, 0, count, count, lost=end)
+            with using(ranks):
+                yield
+            for other in others:
+                other.wait()
+        finally:
+            end()
+            if ranks is not None:
+                ranks.close()
+
+
+def _main(file: str) -> None:
+    import pickle
+
+    os.environ.pop("BAYESFL_RANK_OF", None)
+    call, given = pickle.loads(Path(file).read_bytes())  # noqa: S301 (from the process that began this one)
+    with suppress(Exception):  # all ranks raise it, and rank 0 tells it
+        call(**given)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
