@@ -157,7 +157,8 @@ def serve(
             cannot be taken, such as those with another method, and no other one was taken for
             `timeout` seconds.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
-        DivergenceError: The server's state is no longer finite.
+        DivergenceError: The server's state is no longer finite. As by `simulate`, an error in a
+            round or after the last one carries the run as `error.result`.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
     Example:
