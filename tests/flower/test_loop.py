@@ -84,6 +84,13 @@ def test_true_ends_a_run(there: There, every: int):
     assert found.history.rows == there.written().history.rows
 
 
+def test_a_run_that_ends_is_written(there: There):
+    """Whatever is due, and where nothing is evaluated, too."""
+    found = there.run(there.note, ends_at(2), rounds=9, evaluate_every=None, every=5)
+    assert found.round == there.written().round == 2
+    assert [(round, measured) for round, measured, _ in there.seen] == [(1, False), (2, False)]
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_a_callback_that_raises(there: There, kind: type[BaseException]):
     """The error has the run after the round, which is in the checkpoint already."""

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.evaluation.history import HEADLINES, PREFIXES, History
-from bayesfl.federation.errors import FailedRound
-from bayesfl.federation.rounds.admission import attempts
-from bayesfl.federation.rounds.round import Rules, Transport, run_round
+from bayesfl.federation.errors import FailedRound, SmallCohort
+from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.record import Run
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Run)
+ATTEMPTS = 3
+"""Number of attempts at a round before the run stops for lack of clients."""
 LOGGED = ("cohort", "seconds", "train_nll", *HEADLINES)
 """Columns of the history that the log has of every round."""
 RELEASED = ("round", "releases", "epsilon", "epsilon_own")
@@ -138,23 +139,33 @@ def drive(
 
 
 def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
-    """Return a run after one more round, and the attempt that gave it; None where all attempts
-    failed and the round is skipped.
+    """Return a run after one more round, and the attempt that gave it; None where the round is
+    skipped.
+
+    Raises:
+        FailedRound: The round failed in every attempt.
     """
-
-    def once(number: int) -> tuple[R, Transport | None, dict[str, Any], list[int]]:
+    number, earlier = run.round + 1, 0
+    while True:
         attempt = clients.attempt(run)
-        server, row, absent = run_round(
-            rules, run.server, run.round, run.history, attempt, attempt=number
-        )
-        return clients.taken(replace(run, server=server), attempt), attempt, row, absent
-
-    tried, round = attempts(rules.admission, once), run.round + 1
-    if isinstance(tried, FailedRound):
-        tried = run, None, {"round": round, "cohort": 0, **tried.row}, []
-    made, attempt, row, absent = tried
-    made.history.append(row, absent)
-    return replace(made, round=round, after=()), attempt
+        try:
+            server, row, absent = run_round(
+                rules, run.server, run.round, run.history, attempt, attempt=earlier
+            )
+            run = clients.taken(replace(run, server=server), attempt)
+            break
+        except FailedRound as error:
+            attempt, row, absent = None, {"round": number, "cohort": 0, **error.row}, []
+            # Another attempt would draw the same small cohort.
+            if rules.admission.below_minimum == "skip" or isinstance(error, SmallCohort):
+                log.warning("%s; the round is skipped", error)
+                break
+            earlier += 1
+            log.warning("%s; attempt %d of %d", error, earlier, ATTEMPTS)
+            if earlier == ATTEMPTS:
+                raise
+    run.history.append(row, absent)
+    return replace(run, round=number, after=()), attempt
 
 
 def _told(callbacks: Sequence[Callback], run: Run) -> bool:

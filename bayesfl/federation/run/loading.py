@@ -117,26 +117,6 @@ def _read(
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
 
 
-def resumed(
-    run: Result | str | os.PathLike[str],
-    algorithm: Algorithm,
-    clients: FederatedData,
-    device: torch.device,
-) -> Result:
-    """Return a run that is to go on with this method, which must have made it, on these data, on
-    which it must have been made.
-
-    Raises:
-        TypeError: `run` is neither a result nor a folder.
-        ValueError: The data's columns or classes have other names, or another order.
-        CheckpointError: As by `load`.
-    """
-    if not isinstance(run, Result):
-        return load(folder("resume", run), algorithm, clients, device=device)
-    same_method("the result", identity(run.algorithm), algorithm)
-    return on(run, clients, "the result")
-
-
 def on(result: Result, clients: FederatedData, what: str) -> Result:
     """Return a result with the data on which it was made."""
     refuse_differences(

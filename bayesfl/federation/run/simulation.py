@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
 from bayesfl.base.described import described
+from bayesfl.base.files import folder
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import warn
@@ -38,7 +39,7 @@ from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.driver import check_callbacks, drive
-from bayesfl.federation.run.loading import resumed, started
+from bayesfl.federation.run.loading import load, on, started
 from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
@@ -50,6 +51,7 @@ from bayesfl.federation.settings import (
     present,
 )
 from bayesfl.federation.store import files
+from bayesfl.federation.store.identity import identity, same_method
 
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
@@ -390,7 +392,11 @@ def _resumed(
     `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
     another experiment.
     """
-    saved = resumed(source, algorithm, clients, device)
+    if isinstance(source, Result):
+        same_method("the result", identity(source.algorithm), algorithm)
+        saved = on(source, clients, "the result")
+    else:
+        saved = load(folder("resume", source), algorithm, clients, device=device)
     if saved.novel:
         raise ValueError(
             "resume is a result of adapt: its clients joined after training, and the server holds "
