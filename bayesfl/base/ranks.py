@@ -330,7 +330,8 @@ def using(ranks: Alone) -> Iterator[None]:
 
 def _from_environment() -> Alone:
     size = int(os.environ.get("WORLD_SIZE", 1))
-    owner = os.environ.setdefault(OF_PROCESS, str(os.getpid()))
+    owner = os.environ.get(OF_PROCESS) or str(os.getpid())
+    os.environ[OF_PROCESS] = owner
     if size == 1 or "RANK" not in os.environ or owner != str(os.getpid()):
         return ALONE
     store, number, size = next(iter(distributed.rendezvous("env://")))

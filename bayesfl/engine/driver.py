@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs, count, each
-from bayesfl.base.options import Count, declared
+from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Batch, Info, Server, View
-from bayesfl.base.ranks import current
+from bayesfl.base.ranks import LIMIT, current
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap
@@ -56,6 +56,10 @@ class Engine:
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
             number of cores that this process may use, by the number of ranks on this machine (1 on
             a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
+        processes: Number of processes of this machine that `simulate` runs on: it starts the others
+            and ends them. None for this one; under torchrun, for its ranks.
+        lost_after: Seconds without a sign of life after which the loss of a rank ends the run at
+            all of them.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, max_size=60)
@@ -69,6 +73,8 @@ class Engine:
     kernel: KernelName = "auto"
     chunk: Count | None = None
     workers: Count | None = None
+    processes: Count | None = None
+    lost_after: Positive = LIMIT
 
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
         """Return the number of clients in a chunk, for a cohort of `clients`.
@@ -106,10 +112,11 @@ class Engine:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        return max(1, cores // current().near)
+        return max(1, cores // max(current().near, self.processes or 1))
 
     def crew(self, device: torch.device, what: str = "simulate") -> Crew:
         """Return the worker threads for the chunks of a call, which all ranks make."""
+        current().limit = self.lost_after
         return Crew(self.worker_count(device), device, what)
 
     def choose(

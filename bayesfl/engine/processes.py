@@ -1,6 +1,7 @@
 """The ranks of one call of a notebook: processes that begin with the call and end with it."""
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -11,11 +12,13 @@ from typing import Any
 
 from torch import distributed
 
-from bayesfl.base.ranks import ALONE, Ranks, current, using
+from bayesfl.base.ranks import ALONE, OF_PROCESS, Ranks, current, using
 
 
 @contextmanager
-def started(count: int | None, call: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[None]:
+def started(
+    count: int | None, call: Callable[..., Any], given: Mapping[str, Any]
+) -> Iterator[None]:
     """Let a block be rank 0 of `count` processes, of which the others make the same call.
 
     The method and the data go to them once, by cloudpickle.
@@ -28,18 +31,19 @@ def started(count: int | None, call: Callable[..., Any], given: Mapping[str, Any
     if count in (None, 1) or current() is not ALONE:
         yield
         return
-    from joblib.externals import cloudpickle
+    from joblib.externals.loky.backend.reduction import dumps
 
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     about |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    about |= {"PYTHONPATH": os.pathsep.join(sys.path), OF_PROCESS: ""}
     about |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory(prefix="bayesfl-") as folder:
         file = Path(folder, "call")
-        file.write_bytes(cloudpickle.dumps((call, dict(given))))
+        file.write_bytes(dumps((call, dict(given))))
         others = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, str(file)],
+                [sys.executable, "-c", f"import {__name__} as at; at.take_part({str(file)!r})"],
                 env={**os.environ, **about, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
             )
@@ -63,14 +67,9 @@ def started(count: int | None, call: Callable[..., Any], given: Mapping[str, Any
                 ranks.close()
 
 
-def _main(file: str) -> None:
-    import pickle
-
-    os.environ.pop("BAYESFL_RANK_OF", None)
-    call, given = pickle.loads(Path(file).read_bytes())  # noqa: S301 (from the process that began this one)
+def take_part(file: str) -> None:
+    """Make the call of rank 0, in a process that it has started."""
+    # Written by the process that began this one.
+    call, given = pickle.loads(Path(file).read_bytes())
     with suppress(Exception):  # all ranks raise it, and rank 0 tells it
         call(**given)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

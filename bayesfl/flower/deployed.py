@@ -8,33 +8,61 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import folder as inside
 from bayesfl.base.options import declared
-from bayesfl.base.protocols import Server, View
+from bayesfl.base.protocols import View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import POOLED
-from bayesfl.evaluation.calibration import Fitted, Step
-from bayesfl.evaluation.history import History
+from bayesfl.evaluation.calibration import Step
 from bayesfl.federation.clients import pooling
-from bayesfl.federation.clients.after import Known, answers_of, known_of
-from bayesfl.federation.clients.modules import server_module
+from bayesfl.federation.clients.after import answers_of, known_of
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
-from bayesfl.federation.run.result import METHODS_START
+from bayesfl.federation.run.record import METHODS_START, Run, in_words
 from bayesfl.federation.settings import Method, Settings
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import Answer, identity, same_method, same_network
-from bayesfl.flower.before import Before, Place
-from bayesfl.posteriors.pooled import PooledPosterior
+from bayesfl.federation.store.identity import identity, same_method, same_network
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Deployed:
+class Place:
+    """The place of a client's last state that was taken.
+
+    Args:
+        experiment: Name of the experiment under which the client keeps it.
+        client: The client's number in that experiment.
+        base: The state's name; empty for the initial one of that experiment.
+    """
+
+    experiment: str
+    client: int
+    base: str
+
+
+@dataclass(frozen=True)
+class Before:
+    """The states of earlier runs from which the clients of a run begin.
+
+    Args:
+        places: For each client of this run the place of its state; None for a new client.
+        starts: {experiment: a client's private state at its start}, of the experiments from whose
+            initial state a client begins.
+    """
+
+    places: tuple[Place | None, ...]
+    starts: Mapping[str, View]
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "Before":
+        """Return what a file holds."""
+        return cls(tuple(one and Place(**one) for one in found["places"]), found["starts"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed(Run):
     """The state of a deployed federation on the server; the clients keep their private states.
 
     Args:
@@ -56,6 +84,9 @@ class Deployed:
         before: The states from which the clients began; None for the method's own start.
         names: The clients' names, as their nodes told them; empty text, or no names at all, where
             they are not known.
+        keys: Public keys of the clients' nodes, as a checkpoint has them, {client: hexadecimal
+            digits}.
+        counts: Numbers of training examples, as a checkpoint has them, {client: n}.
         began: What the run began from, in words that differ for other states.
         calibration: The steps of calibration that are fitted after training.
         after: What was fitted after training: what clients have answered to the surveys of the
@@ -67,22 +98,16 @@ class Deployed:
         ...     print(run.round, run.history[-1].get("personal_accuracy"))
     """
 
-    algorithm: Algorithm
-    settings: Settings
     experiment: str
     sessions: tuple[str, ...]
-    round: int
-    server: Server
     start: View
     base: tuple[str, ...]
-    history: History = field(default_factory=History)
-    dtype: torch.dtype = torch.float32
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     before: Before | None = None
     names: tuple[str, ...] = ()
-    began: str = METHODS_START
+    keys: Mapping[int, str] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
     calibration: tuple[Step, ...] = ()
-    after: tuple[Answer | Fitted, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -95,55 +120,19 @@ class Deployed:
         """Return the number of clients J."""
         return len(self.base)
 
-    def took_part(self, round: int) -> tuple[int | str, ...]:
-        """Return the names of clients whose work is in the server's state of a round, counted from
-        1; numbers where names are not known.
-
-        Raises:
-            KeyError: There was no such round.
-        """
-        ids = self.settings.took_part(self.clients, self.history, round)
-        return tuple(self.names[j] or j if self.names else j for j in ids.tolist())
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Return the clients' names; empty text where a name is not known."""
+        return self.names or ("",) * self.clients
 
     @property
     def origin(self) -> str:
         """Return words for this state, in which a run that begins from it keeps what it
         began from.
         """
-        return warm.start_in_words(
-            f"round {self.round} of experiment {self.experiment}",
-            (*self.names, *self.base),
-            {"server": self.server, "start": self.start},
-        )
-
-    @property
-    def steps(self) -> tuple[Fitted, ...]:
-        """Return the steps of calibration as the server knows them, without the clients' own
-        parameters; none until they are fitted.
-        """
-        return tuple(one for one in self.after if isinstance(one, Fitted))
-
-    @property
-    def answers(self) -> Known:
-        """Return the last states of the surveys of the method's predictor, by their names; none
-        until clients are asked.
-        """
-        return known_of(self.after, self.algorithm)
-
-    @property
-    def posterior(self) -> PooledPosterior:
-        """Return the posterior of the server's network on the rows of all clients.
-
-        Raises:
-            ValueError: The method's predictor is no `PooledLaplace`, or clients were not asked.
-        """
-        rule: Any = self.algorithm.predictor
-        if POOLED not in self.answers:
-            raise ValueError(
-                "there is no pooled posterior; train a method that has its predictor, "
-                "dataclasses.replace(method, predictor=bf.predictors.PooledLaplace())"
-            )
-        return rule.question(self.algorithm, self.server).posterior(self.answers[POOLED])
+        what = f"round {self.round} of experiment {self.experiment}"
+        state = {"server": self.server, "start": self.start}
+        return in_words(what, (*self.names, *self.base), state)
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one
@@ -169,19 +158,6 @@ class Deployed:
         """
         files.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 
-    def model(self) -> nn.Module:
-        """Return the server's network at the means of its beliefs: a module of its own, in
-        evaluation mode.
-
-        Each client's own model is on its node, where `bayesfl.load_client` reads it.
-
-        Raises:
-            ValueError: The server holds no whole network, or several.
-        """
-        return server_module(
-            self.algorithm, self.server, self.clients, torch.ones((), dtype=self.dtype)
-        )
-
 
 @declared
 def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
@@ -200,7 +176,11 @@ def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
         >>> def read(folder, method):
         ...     return bf.flower.load(folder, method).history
     """
-    return read_deployed(folder, algorithm)[0]
+    found = files.read(folder, DEPLOYMENT)
+    same_method(repr(str(folder)), found["algorithm"], algorithm)
+    state = Deployed(**{**found, "algorithm": algorithm})
+    check_state(repr(str(folder)), state, state.start, stacked=False)
+    return state
 
 
 @reloaded.register
@@ -238,38 +218,6 @@ DEPLOYMENT = files.FileKind(
 files.KINDS.append(DEPLOYMENT)
 
 
-def read_deployed(
-    folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True
-) -> tuple[Deployed, dict[int, str], dict[int, int]]:
-    """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers
-    of examples.
-
-    Args:
-        folder: The folder of checkpoints.
-        algorithm: The method.
-        same: Whether the method must be the one that made them; otherwise it must have their
-            network, and keep tensors of the same shapes.
-
-    Raises:
-        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
-            with another method.
-    """
-    found = files.read(folder, DEPLOYMENT)
-    keys, counts = found.pop("keys"), found.pop("counts")
-    (same_method if same else same_network)(repr(str(folder)), found["algorithm"], algorithm)
-    state = Deployed(**{**found, "algorithm": algorithm})
-    check_state(
-        repr(str(folder)),
-        algorithm,
-        state.server,
-        state.start,
-        clients=state.clients,
-        dtype=state.dtype,
-        stacked=False,
-    )
-    return state, keys, counts
-
-
 def opened(
     start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype
 ) -> Deployed | None:
@@ -284,28 +232,20 @@ def opened(
     if start is None:
         return None
     given = isinstance(start, Deployed)
-    path = "" if given else inside("start", start)
-    made_with = identity(start.algorithm) if given else files.read(path, DEPLOYMENT)["algorithm"]
-    before = pooling.trained(algorithm, made_with)
-    found = start if given else read_deployed(path, before, same=False)[0]
-    same_network("start", made_with, algorithm)
-    check_state(
-        "start",
-        before,
-        found.server,
-        found.start,
-        clients=found.clients,
-        dtype=found.dtype,
-        stacked=False,
-    )
-    if found.dtype != dtype:
+    found = vars(start) if given else files.read(inside("start", start), DEPLOYMENT)
+    made_with = identity(start.algorithm) if given else found["algorithm"]
+    what, before = "start" if given else repr(str(start)), pooling.trained(algorithm, made_with)
+    same_network(what, made_with, algorithm)
+    state = Deployed(**{**found, "algorithm": before})
+    check_state(what, state, state.start, stacked=False)
+    if state.dtype != dtype:
         raise ValueError(
-            f"start is in {found.dtype}, as are the states that its clients keep; pass "
-            f"dtype={found.dtype}, got {dtype}"
+            f"start is in {state.dtype}, as are the states that its clients keep; pass "
+            f"dtype={state.dtype}, got {dtype}"
         )
     if before is algorithm:
-        return found
-    return replace(found, server=pooling.servers_state(before, found.server, algorithm))
+        return state
+    return replace(state, server=pooling.servers_state(before, state.server, algorithm))
 
 
 def begun(
@@ -325,35 +265,30 @@ def begun(
     Raises:
         ValueError: The experiment begins from another run, and clients have the same name.
     """
-    clients, past = len(names), None
-    if before is None:
-        server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
-        if twice := warm.repeated(names):
-            log.warning(
-                "%s: a run that starts from this one could not tell them apart; let load_data "
-                "name its client",
-                twice,
-            )
-    else:
-        new, old = warm.matched(algorithm, names, before.names or ("",) * before.clients)
-        server = warm.carried(
-            before.server, algorithm, clients, new, old, dtype=dtype, device=torch.device("cpu")
-        )
+    server, new, old = warm.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
+    past = None
+    if before is not None:
         known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
         initial = {place.experiment for place in known.values() if not place.base}
         past = Before(
-            tuple(map(known.get, range(clients))),
+            tuple(map(known.get, range(len(names)))),
             {name: before.initial(name) for name in sorted(initial)},
         )
+    elif twice := warm.repeated(names):
+        log.warning(
+            "%s: a run that starts from this one could not tell them apart; let load_data name its "
+            "client",
+            twice,
+        )
     return Deployed(
-        algorithm,
-        settings,
-        experiment,
-        (session,),
-        0,
-        server,
+        algorithm=algorithm,
+        settings=settings,
+        experiment=experiment,
+        sessions=(session,),
+        round=0,
+        server=server,
         start=algorithm.rows(server),
-        base=("",) * clients,
+        base=("",) * len(names),
         dtype=dtype,
         before=past,
         began=METHODS_START if before is None else before.origin,

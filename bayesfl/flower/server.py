@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -29,13 +29,13 @@ from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.after import Known, answered, answers_of
 from bayesfl.federation.clients.predict import value_of
 from bayesfl.federation.clients.tuning import check_tunable
-from bayesfl.federation.errors import FailedRound, FailedSurvey
-from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
+from bayesfl.federation.errors import FailedSurvey
+from bayesfl.federation.rounds.admission import PROTOCOL, Admission
 from bayesfl.federation.rounds.replies import OpenRun
-from bayesfl.federation.rounds.round import Rules, run_round
+from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import Callback, EarlyStopping
-from bayesfl.federation.run.calling import check_callbacks, ended, finished
+from bayesfl.federation.run.callbacks import Callback
+from bayesfl.federation.run.driver import check_callbacks, drive
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
@@ -157,7 +157,8 @@ def serve(
             cannot be taken, such as those with another method, and no other one was taken for
             `timeout` seconds.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
-        DivergenceError: The server's state is no longer finite.
+        DivergenceError: The server's state is no longer finite. As by `simulate`, an error in a
+            round or after the last one carries the run as `error.result`.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
     Example:
@@ -184,42 +185,21 @@ def serve(
     described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
     with files.claimed(checkpoint):
-        run = _Service(grid, admission, timeout, checkpoint, every, on_round, steps)
-        state = run.begin(algorithm, settings, clients, dtype, start)
-        stopped = bool(state.round) and ended(on_round, state)
-        while state.round < settings.rounds and not stopped:
-            state = run.round(state)
-            stopped = ended(on_round, state)
-        run.save(state)
-        if stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]:
-            # Ended between evaluations.
-            state = run.evaluate(state)
-            run.save(state)
-            ended(on_round, state)  # once more, with the measures, as in a simulation
-        chosen = finished(on_round, state)
-        calibrates = bool(steps) and not chosen.steps
-        chosen = run.calibrate(chosen) if calibrates else chosen
-        chosen = run.evaluate(chosen) if calibrates or run.evaluated != chosen.round else chosen
-        if chosen.round == state.round:
-            run.save(chosen)
-        else:  # with what was told, too
-            for callback in on_round:
-                if isinstance(callback, EarlyStopping) and callback.best is not None:
-                    callback.store(chosen)
-        return chosen
+        there = _OverFlower(grid, admission, timeout, checkpoint, on_round, steps)
+        state = there.begin(algorithm, settings, clients, dtype, start)
+        return drive(state, there.rules, there, on_round, every=every, progress=False)
 
 
 @dataclass
-class _Service:
-    """One run of a server.
+class _OverFlower:
+    """The clients of a run over Flower, see `Clients`.
 
     Args:
         grid: Flower's grid.
         admission: Which replies are taken.
         timeout: Seconds that a client has for its reply.
         folder: The folder for checkpoints; None for no checkpoints.
-        every: Rounds between checkpoints.
-        callbacks: What is called after each round.
+        callbacks: What is called after each round; the best states that they hold are kept.
         calibration: Steps of calibration, fitted after the last round.
     """
 
@@ -227,7 +207,6 @@ class _Service:
     admission: Admission
     timeout: float
     folder: str | os.PathLike[str] | None
-    every: int
     callbacks: Sequence[Callback]
     calibration: tuple[Step, ...]
     network: Connection = field(init=False)
@@ -248,13 +227,11 @@ class _Service:
         """Return the state from which the run starts or continues, once the clients have
         answered.
         """
-        keys: dict[int, str] = {}
-        counts: dict[int, int] = {}
         state, session = None, secrets.token_hex(4)
         before = deployed.opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and checkpoints(self.folder):
-            state, keys, counts = deployed.read_deployed(self.folder, algorithm)
-            state = deployed.taken_up(state, settings, clients, dtype, self.calibration)
+            saved = deployed.load(self.folder, algorithm)
+            state = deployed.taken_up(saved, settings, clients, dtype, self.calibration)
             if before is not None:
                 warm.refuse_other_start(self.folder, state.began, before.origin)
             state = replace(state, sessions=(*state.sessions, session))
@@ -275,8 +252,8 @@ class _Service:
             hello,
             # Answers are read between rounds, and a round may last `timeout` seconds.
             patience=2 * self.timeout + REMIND,
-            keys=keys,
-            counts=counts,
+            keys=dict(state.keys if state else {}),
+            counts=dict(state.counts if state else {}),
             names={j: name for j, name in enumerate(state.names if state else ()) if name},
         )
         self.network = Connection(self.grid, roster, self.timeout)
@@ -348,32 +325,16 @@ class _Service:
                 base[client] = state_name(0, state.sessions[-1])
         return replace(state, base=tuple(base))
 
-    def round(self, state: Deployed) -> Deployed:
-        """Run a round, and return the next state, written to a checkpoint if one is due."""
+    def attempt(self, run: Deployed) -> Journey:
+        return Journey(self.network, run, self._named(run))
 
-        def once(attempt: int) -> tuple[Deployed, dict[str, Any], list[int]]:
-            journey = Journey(self.network, state, self._named(state))
-            server, row, absent = run_round(
-                self.rules, state.server, state.round, state.history, journey, attempt=attempt
-            )
-            return replace(state, server=server, base=journey.base), row, absent
+    def taken(self, run: Deployed, attempt: Journey) -> Deployed:
+        return replace(run, base=attempt.base, names=self.network.roster.everyone())
 
-        tried, number = attempts(self.admission, once), state.round + 1
-        if isinstance(tried, FailedRound):
-            tried = state, {"round": number, "cohort": 0, **tried.row}, []
-        made, row, absent = tried
-        made = replace(made, round=number, after=(), names=self.network.roster.everyone())
-        made.history.append(row, absent)
-        log.info(
-            "round %d of %d: %s",
-            made.round,
-            made.settings.rounds,
-            ", ".join(f"{k} {v:.4g}" for k, v in row.items()),
-        )
-        made = self.evaluate(made) if made.settings.evaluates(state.round) else made
-        if made.round % self.every == 0 or made.round == made.settings.rounds:
-            self.save(made)
-        return made
+    def finish(self, run: Deployed) -> Deployed:
+        calibrates = bool(self.calibration) and not run.steps
+        run = self.calibrate(run) if calibrates else run
+        return self.evaluate(run, None) if calibrates or self.evaluated != run.round else run
 
     def _check_calibration(self, state: Deployed) -> None:
         """Check, before anything is trained, that the steps of calibration fit what the clients
@@ -412,28 +373,26 @@ class _Service:
         ((task, count),) = kinds
         return Outputs(cast(Task, task), count)
 
-    def _conduct(
-        self, state: Deployed, survey: Survey[Any], name: str, before: Mapping[str, Tensors]
-    ) -> Tensors:
+    def _conduct(self, state: Deployed, survey: Survey[Any], name: str) -> Tensors:
         """Return the last state of a survey, see `Questions`."""
         asked = self.network, self.admission, state, self._named(state)
+        before = {str(place): one.state for place, one in enumerate(state.steps)}
         return Questions(*asked, survey, name, before).conduct(self._outputs(state))
 
     def calibrate(self, state: Deployed) -> Deployed:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is
         fitted, and the log says so.
         """
-        done: list[Fitted] = []
         try:
-            state = self._answered(state)
+            fitted = state = self._answered(state)
             for place, step in enumerate(self.calibration):
-                states = {str(at): one.state for at, one in enumerate(done)}
-                found = self._conduct(state, step, str(place), states)
-                done.append(Fitted(step, found, {}, reading(state.algorithm)))
+                found = self._conduct(fitted, step, str(place))
+                one = Fitted(step, found, {}, reading(state.algorithm))
+                fitted = replace(fitted, after=(*fitted.after, one))
         except (FailedSurvey, ValueError) as error:
             log.error("nothing is calibrated: %s", error)
             return state
-        return replace(state, after=(*state.after, *done))
+        return fitted
 
     def _answered(self, state: Deployed) -> Deployed:
         """Return the state with what clients answer to the surveys of the method's predictor, once
@@ -446,32 +405,32 @@ class _Service:
 
         def conduct(name: str, survey: Survey[Any], known: Known) -> Tensors:
             told = replace(state, after=answers_of(known, state.algorithm))
-            return self._conduct(told, survey, name, {})
+            return self._conduct(told, survey, name)
 
         known = answered(state.algorithm, state.server, state.answers, conduct)
         return replace(state, after=(*answers_of(known, state.algorithm), *state.steps))
 
-    def evaluate(self, state: Deployed) -> Deployed:
+    def evaluate(self, run: Deployed, attempt: Journey | None) -> Deployed:
         """Send the model to every client, which stores its own and predicts; the means of the
         clients' measures go into the history.
         """
-        self.evaluated = state.round
+        self.evaluated = run.round
         self.network.roster.look(self.grid)
         try:
-            state = self._answered(state)
+            run = self._answered(run)
         except (FailedSurvey, ValueError) as error:
             log.warning("nothing is predicted: %s", error)
-            return state
-        value = value_of(state.algorithm, state.answers)
+            return run
+        value = value_of(run.algorithm, run.answers)
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
         messages = orders(
-            state,
-            np.arange(state.clients),
+            run,
+            np.arange(run.clients),
             set(),
-            self._named(state),
+            self._named(run),
             tolerant=self.admission.skips,
-            survey_states={str(place): one.state for place, one in enumerate(state.steps)},
+            survey_states={str(place): one.state for place, one in enumerate(run.steps)},
         )
         for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
             if isinstance(reply, Failure):
@@ -482,27 +441,23 @@ class _Service:
             for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            split = CALIBRATED if state.steps else "test"
+            split = CALIBRATED if run.steps else "test"
             said = reply.get("config")
             shares = isinstance(said, ConfigRecord) and said.get("share") is True
             if shares and (own := records.measures(reply, split)):
                 each[client] = own
         if found:
-            if not state.history.rows:
-                state.history.append({"round": state.round})
-            last = state.history.rows[-1]
-            last |= {
+            if not run.history.rows:
+                run.history.append({"round": run.round})
+            run.history.rows[-1] |= {
                 **{name: float(np.mean(values)) for name, values in found.items()},
                 "evaluated": max(map(len, found.values())),
                 **({} if value is None else {"tuned": value}),
             }
-            log.info(
-                "evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found)
-            )
-            state = replace(state, measures=dict(sorted(each.items())))
-        return state
+            run = replace(run, measures=dict(sorted(each.items())))
+        return run
 
-    def save(self, state: Deployed) -> None:
+    def save(self, run: Deployed) -> None:
         """Write a checkpoint, if there is a folder for them."""
         if self.folder is None:
             return
@@ -510,6 +465,6 @@ class _Service:
         write_round(
             self.folder,
             deployed.DEPLOYMENT,
-            {**vars(state), "keys": roster.keys, "counts": roster.counts},
+            {**vars(run), "keys": roster.keys, "counts": roster.counts},
         )
-        self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
+        self.kept = dict(sorted((self.kept | {run.round: run.base}).items())[-KEPT:])

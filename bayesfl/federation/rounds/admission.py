@@ -5,11 +5,10 @@ These checks catch machines that fail and code of another version. They are no d
 clients that lie consistently; the pools of `bayesfl.pools` are for those.
 """
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,13 +17,6 @@ from torch import Tensor
 from bayesfl.base.numerics import finite
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.federation.errors import FailedRound, SmallCohort
-
-log = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
-
 
 Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor that a client sends, by its dotted name."""
@@ -32,10 +24,6 @@ Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 PROTOCOL = 6
 """Version of the messages between client and server."""
-
-
-ATTEMPTS = 3
-"""Number of attempts at a round before the run stops for lack of clients."""
 
 
 NORM_FLOOR = 1.0
@@ -230,31 +218,3 @@ class Admission:
         if self.max_norm is None or len(sizes) < ENOUGH_REPLIES:
             return np.inf
         return self.max_norm * max(NORM_FLOOR, usual(sizes, share))
-
-
-def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
-    """Run a round, and try again if it fails, where the rules say so and another attempt might
-    succeed.
-
-    Args:
-        admission: Whether a failed round is skipped or repeated.
-        once: Runs the round, given the number of earlier attempts.
-
-    Returns:
-        What `once` returned, or the last failure if the round is to be skipped.
-
-    Raises:
-        FailedRound: The round failed in every attempt.
-    """
-    attempt = 0
-    while True:
-        try:
-            return once(attempt)
-        except FailedRound as error:
-            if admission.below_minimum == "skip" or isinstance(error, SmallCohort):
-                log.warning("%s; the round is skipped", error)
-                return error
-            attempt += 1
-            log.warning("%s; attempt %d of %d", error, attempt, ATTEMPTS)
-            if attempt == ATTEMPTS:
-                raise

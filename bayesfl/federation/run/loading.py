@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import folder
 from bayesfl.base.options import declared
-from bayesfl.base.protocols import Server, View
+from bayesfl.base.protocols import View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.clients.pooling import servers
 from bayesfl.federation.clients.predicting import rule_of
+from bayesfl.federation.run.record import Run
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files
@@ -67,7 +68,7 @@ def load(
     result, made_with = _read(path, algorithm, device)
     algorithm = result.algorithm
     same_method(repr(str(path)), made_with, algorithm)
-    _check(repr(str(path)), algorithm, result)
+    check_state(repr(str(path)), result, result.private, stacked=True, novel=result.novel)
     return result if clients is None else on(result, clients, repr(str(path)))
 
 
@@ -100,13 +101,10 @@ def started(
         else _read(folder("start", start), algorithm, device)
     )
     same_network(what, made_with, algorithm)
-    _check(what, algorithm, found)
+    check_state(
+        what, replace(found, algorithm=algorithm), found.private, stacked=True, novel=found.novel
+    )
     return found
-
-
-def _check(what: str, algorithm: Algorithm, run: Result) -> None:
-    about = {"clients": run.known.clients, "dtype": run.dtype, "stacked": True, "novel": run.novel}
-    check_state(what, algorithm, run.server, run.private, **about)
 
 
 def _read(
@@ -117,26 +115,6 @@ def _read(
     found = files.read(path, files.RUN, device)
     algorithm = servers(algorithm, rule_of(found.pop("predicting")))
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
-
-
-def resumed(
-    run: Result | str | os.PathLike[str],
-    algorithm: Algorithm,
-    clients: FederatedData,
-    device: torch.device,
-) -> Result:
-    """Return a run that is to go on with this method, which must have made it, on these data, on
-    which it must have been made.
-
-    Raises:
-        TypeError: `run` is neither a result nor a folder.
-        ValueError: The data's columns or classes have other names, or another order.
-        CheckpointError: As by `load`.
-    """
-    if not isinstance(run, Result):
-        return load(folder("resume", run), algorithm, clients, device=device)
-    same_method("the result", identity(run.algorithm), algorithm)
-    return on(run, clients, "the result")
 
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
@@ -150,34 +128,29 @@ def on(result: Result, clients: FederatedData, what: str) -> Result:
     return replace(result, known=clients)
 
 
-def check_state(
-    what: str,
-    algorithm: Algorithm,
-    server: Server,
-    private: View,
-    *,
-    clients: int,
-    dtype: torch.dtype,
-    stacked: bool,
-    novel: bool = False,
-) -> None:
-    """Check that a state has the tensors that the method keeps, with their dtypes and shapes.
+def check_state(what: str, run: Run, private: View, *, stacked: bool, novel: bool = False) -> None:
+    """Check that a run has the tensors that its method keeps, with their dtypes and shapes.
 
     What a method holds on the server may have other lengths along some axes, see
     `Algorithm.free`.
 
-    `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one;
-    `novel` that they joined after training.
+    Args:
+        what: What the run is, for the message.
+        run: The run.
+        private: Its clients' private states.
+        stacked: Whether these are the rows of all clients, [J, ...], and not the state of one.
+        novel: Whether the clients joined after training.
 
     Raises:
         CheckpointError: A tensor is missing or unknown, or has another dtype or shape.
     """
-    start = algorithm.init(clients, dtype=dtype)
+    algorithm, clients = run.algorithm, len(run.called)
+    start = algorithm.init(clients, dtype=run.dtype)
     start = algorithm.newcomers(start, clients) if novel else start
     own = algorithm.rows(start)
     own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
     wanted = flatten({"server": start, "private": own})
-    found = flatten({"server": server, "private": private})
+    found = flatten({"server": run.server, "private": private})
 
     def fits(name: str) -> bool:
         free = algorithm.free(clients).get(name.removeprefix("server."), 0)

@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
@@ -24,7 +23,7 @@ from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, unrolled
-from bayesfl.composition.predictors import POOLED, PooledLaplace
+from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.schema import Schema
@@ -50,24 +49,22 @@ from bayesfl.federation.clients.client_model import (
     needs_data,
 )
 from bayesfl.federation.clients.local import Local, State, private_rows
-from bayesfl.federation.clients.modules import module_at, server_module
+from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.clients.predicting import predicting
 from bayesfl.federation.run import reporting
-from bayesfl.federation.settings import FEDERATION, Settings
+from bayesfl.federation.run.record import Run, in_words
+from bayesfl.federation.settings import FEDERATION
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Answer, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 from bayesfl.posteriors import Samples
-from bayesfl.posteriors.pooled import PooledPosterior, Structure
-
-METHODS_START = "the method's own start"
-"""What a run began from that did not begin from another."""
+from bayesfl.posteriors.pooled import Structure
 
 
 @in_own_modes
 @dataclass(frozen=True)
-class Result:
+class Result(Run):
     """The state of a federation after some rounds, with all that its predictions need.
 
     Args:
@@ -101,20 +98,11 @@ class Result:
         ClientModel('client 1' after round 1; inputs (64,))
     """
 
-    algorithm: Algorithm
     known: FederatedData | Outline
-    settings: Settings
     engine: Engine
-    round: int
-    server: Server
     private: View
-    history: History = field(default_factory=History)
-    device: torch.device = torch.device("cpu")
-    dtype: torch.dtype = torch.float32
     novel: bool = False
     tolerant: bool = False
-    began: str = METHODS_START
-    after: tuple[Answer | Fitted, ...] = ()
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
@@ -149,11 +137,15 @@ class Result:
         return self.known
 
     @property
-    def steps(self) -> tuple[Fitted, ...]:
-        """Return the steps of calibration, as `calibrate` has fitted them, which `predict` and
-        `client` apply.
-        """
-        return tuple(one for one in self.after if isinstance(one, Fitted))
+    def called(self) -> tuple[str, ...]:
+        """Return the clients' names."""
+        return self.known.client_names
+
+    @property
+    def origin(self) -> str:
+        """Return words for this state, see `Run.origin`."""
+        what = f"round {self.round} of a run with seed {self.settings.seed}"
+        return in_words(what, self.called, {"server": self.server, "private": self.private})
 
     def uncalibrated(self) -> "Result":
         """Return the result without its steps of calibration."""
@@ -173,7 +165,7 @@ class Result:
         return predict.value_of(self.algorithm, self.answers)
 
     @cached_property
-    def answers(self) -> Known:
+    def answers(self) -> Known:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the last states of the surveys that the method's predictor needs, by their names;
         clients are asked where they were not.
 
@@ -442,20 +434,6 @@ class Result:
         made = replace(self, algorithm=method, server=server, private={}, after=())
         return replace(made, after=answers_of(made._answered(aggregation), method))
 
-    @property
-    def posterior(self) -> PooledPosterior:
-        """Return the posterior of the server's network that `laplace` has made.
-
-        Raises:
-            ValueError: There is none.
-        """
-        rule: Any = self.algorithm.predictor
-        if not hasattr(rule, "question"):
-            raise ValueError(
-                "this result has no pooled posterior; make one, as result.laplace('last_layer')"
-            )
-        return rule.question(self.algorithm, self.server).posterior(self.answers[POOLED])
-
     def heads(self, *, aggregation: surveying.Adder | None = None) -> "Result":
         """Return the federation with heads of clients' own on the bodies that it has trained: last
         layers w_j ~ N(w, diag tau^2), each with a Gaussian of all its weights by its own rows.
@@ -546,18 +524,6 @@ class Result:
         )
         state, known = conduct(survey, ask, outputs), predicted.predictions
         return survey.audit(state, level=known.promise, risk=known.risk, delta=delta)
-
-    def took_part(self, round: int) -> tuple[str, ...]:
-        """Return the names of clients whose work is in the server's state of a round, counted
-        from 1.
-
-        Raises:
-            KeyError: There was no such round.
-            ValueError: The cohorts are a secret of `ClientPrivacy`.
-        """
-        names = self.known.client_names
-        ids = self.settings.took_part(len(names), self.history, round)
-        return tuple(names[j] for j in ids.tolist())
 
     def adapt(self, novel: FederatedData) -> "Result":
         """Return the federation with clients never seen in training: their state starts from the
@@ -721,23 +687,6 @@ class Result:
         check_file_names(names)
         for name in names:
             self.client(name).save(inside / name, plug_in=plug_in)
-
-    def model(self) -> nn.Module:
-        """Return the server's network, at the means of its beliefs: a module of its own, in
-        evaluation mode.
-
-        It is what clients have in common, as a start for other training or for a client with no
-        data of its own.
-
-        Raises:
-            ValueError: The server holds no whole network, or several.
-        """
-        return server_module(
-            self.algorithm,
-            self.server,
-            self.known.clients,
-            torch.ones((), dtype=self.dtype, device=self.device),
-        )
 
     @declared
     def samples(self, client: int | str, block: str, *, draws: Count = 1000) -> Samples:

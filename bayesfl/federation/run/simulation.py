@@ -2,28 +2,26 @@
 the server's update.
 """
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from bayesfl import preflight
 from bayesfl.base.described import described
-from bayesfl.base.display.progress import progress_bar
+from bayesfl.base.files import folder
 from bayesfl.base.options import Count, declared, typed
-from bayesfl.base.protocols import Server
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.engine import Engine
+from bayesfl.engine import Engine, processes
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
@@ -31,18 +29,18 @@ from bayesfl.evaluation.predictions import measures_of
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.after import Here, answered, answers_of
-from bayesfl.federation.clients.local import Local, State, private_rows, touched
+from bayesfl.federation.clients.local import Local, touched
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.federation.errors import FailedRound
-from bayesfl.federation.rounds.admission import Admission, attempts
+from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
-from bayesfl.federation.rounds.round import Rules, run_round
+from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.calling import check_callbacks, ended, finished
-from bayesfl.federation.run.loading import resumed, started
+from bayesfl.federation.run.driver import check_callbacks, drive
+from bayesfl.federation.run.loading import load, on, started
+from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
     BUILD_ADMISSION,
@@ -53,11 +51,8 @@ from bayesfl.federation.settings import (
     present,
 )
 from bayesfl.federation.store import files
+from bayesfl.federation.store.identity import identity, same_method
 
-log = logging.getLogger(__name__)
-
-LOGGED = ("cohort", "seconds", "train_nll")
-"""Columns of the history that the log has of every round."""
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
 UNCALIBRATED = (
@@ -171,6 +166,7 @@ def simulate(
         >>> result.round, len(result.history)
         (2, 2)
     """
+    given = dict(locals())
     aggregation = aggregation or OpenAggregation()
     admission = admission or Admission("stop" if faults is None else "skip")
     settings = Settings(
@@ -186,7 +182,8 @@ def simulate(
         algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume
     )
     device = present(device)
-    with files.claimed(checkpoint) as held:
+    count = None if engine is None else engine.processes
+    with processes.started(count, simulate, given), files.claimed(checkpoint) as held:
         goes_on = _from_where(resume, checkpoint, held)
         before = None
         if start is not None and goes_on is None:
@@ -226,22 +223,20 @@ def simulate(
             sums,
             clients.client_names,
         )
-        run = _Simulation(
-            rules,
-            clients.to(device, dtype),
-            _sample(clients.clients, evaluate_clients, seed),
-            faults,
-            on_round,
-            measures,
-            record_clients,
-            checkpoint,
-            every,
-            progress,
-            aggregation if isinstance(aggregation, Adder) else None,
-        )
+        data = clients.to(device, dtype)
         with result.engine.crew(device) as crew:
-            result = run.rounds(result, crew)
-        return finished(on_round, result)
+            here = _OnOneMachine(
+                checkpoint,
+                result.local(data.train),
+                data,
+                crew,
+                _sample(clients.clients, evaluate_clients, seed),
+                faults,
+                measures,
+                record_clients,
+                aggregation if isinstance(aggregation, Adder) else None,
+            )
+            return drive(result, rules, here, on_round, every=every, progress=progress)
 
 
 def _sample(clients: int, size: int | None, seed: int) -> np.ndarray:
@@ -360,22 +355,24 @@ def _begun(
         warn(UNCALIBRATED)
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
     engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
-    if before is None:
-        server = algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device)
-        new = np.arange(0)
-        begin = State(server, private_rows(algorithm, server, clients.clients), 0)
-    else:
-        begin, new = warm.continued(
-            before, algorithm, clients.client_names, dtype=dtype, device=device
-        )
-    about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
+    begin, new = warm.continued(
+        before, algorithm, clients.client_names, seed=settings.seed, dtype=dtype, device=device
+    )
     result = Result(
-        algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about
+        clients,
+        engine,
+        begin.private,
+        algorithm=algorithm,
+        settings=settings,
+        round=0,
+        server=begin.server,
+        device=device,
+        dtype=dtype,
+        began=METHODS_START if before is None else before.origin,
     )
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
-            train = clients.to(device, dtype).train
-            result.local(train).adapt(begin, crew, ids=new)
+            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
     return result
 
 
@@ -397,7 +394,11 @@ def _resumed(
     `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
     another experiment.
     """
-    saved = resumed(source, algorithm, clients, device)
+    if isinstance(source, Result):
+        same_method("the result", identity(source.algorithm), algorithm)
+        saved = on(source, clients, "the result")
+    else:
+        saved = load(folder("resume", source), algorithm, clients, device=device)
     if saved.novel:
         raise ValueError(
             "resume is a result of adapt: its clients joined after training, and the server holds "
@@ -417,42 +418,36 @@ def _resumed(
     own = {"private": current().copied(saved.private), "history": saved.history.copy()}
     result = replace(saved, settings=settings, engine=engine, **own)
     if start is not None:
-        warm.refuse_other_start(
-            checkpoint, result.began, warm.origin(started(start, algorithm, device))
-        )
+        warm.refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
     if result.steps and result.round < settings.rounds:
         warn(UNCALIBRATED)
     return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
 
 
 @dataclass(frozen=True)
-class _Simulation:
-    """The rounds of one run, with what is done after each of them.
+class _OnOneMachine:
+    """The clients of a run on this machine, see `Clients`.
 
     Args:
-        rules: The rules of the rounds.
+        checkpoint: As in `simulate`.
+        local: The clients' local work.
         data: The clients' data, on the run's device and in its precision.
+        crew: The threads that compute.
         sample: The clients that evaluations measure, ascending.
         faults: As in `simulate`.
-        callbacks: As in `simulate`.
         measures: As in `simulate`.
         recorded: `record_clients` of `simulate`.
-        checkpoint: As in `simulate`.
-        every: As in `simulate`.
-        progress: As in `simulate`.
         aggregation: What adds up the answers that evaluations ask for; None adds them openly.
     """
 
-    rules: Rules
+    checkpoint: str | os.PathLike[str] | None
+    local: Local
     data: FederatedData
+    crew: Crew
     sample: np.ndarray
     faults: FaultPlan | None
-    callbacks: Sequence[Callback]
     measures: Mapping[str, Measure]
     recorded: Sequence[str]
-    checkpoint: str | os.PathLike[str] | None
-    every: int
-    progress: bool | None
     aggregation: Adder | None
 
     @cached_property
@@ -466,92 +461,32 @@ class _Simulation:
         }
         return replace(self.data, splits=splits)
 
-    def rounds(self, result: Result, crew: Crew) -> Result:
-        """Return the run after its remaining rounds, or after that with which a callback
-        ends it.
-        """
-        settings = result.settings
-        local = result.local(self.data.train)
-        stopped = bool(result.round) and ended(self.callbacks, result)
-        measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
-        hidden = current().rank > 0 or (None if self.progress is None else not self.progress)
-        span = {"total": settings.rounds, "initial": result.round}
-        try:
-            with progress_bar(**span, unit="round", disable=hidden) as bar:
-                while result.round < settings.rounds and not stopped:
-                    evaluates = settings.evaluates(result.round)
-                    result, before = self._round(result, local, crew, evaluates)
-                    if evaluates:
-                        result = self._evaluate(result, before, local, crew)
-                        shown = {measure: f"{result.history[-1][measure]:.3f}"}
-                        bar.set_postfix(shown, refresh=False)
-                    row = result.history[-1]
-                    said = [f"{key} {row[key]:.4g}" for key in (*LOGGED, measure) if key in row]
-                    log.info("round %d of %d: %s", result.round, settings.rounds, ", ".join(said))
-                    if self.checkpoint is not None and (
-                        result.round % self.every == 0 or result.round == settings.rounds
-                    ):
-                        result.save_round(self.checkpoint)
-                    bar.update()
-                    stopped = ended(self.callbacks, result)
-            if (
-                stopped
-                and settings.evaluate_every is not None
-                and measure not in result.history[-1]
-            ):
-                # Ended between evaluations.
-                result = self._evaluate(result, None, local, crew)
-                ended(self.callbacks, result)  # once more, with the measures
-            if stopped and self.checkpoint is not None:
-                result.save_round(self.checkpoint)
-        except BaseException as error:
-            # Whatever ends a run, Ctrl-C and a full disk too, carries it after its last round.
-            error.result = result  # type: ignore[attr-defined]
-            raise
-        return result
-
-    def _round(
-        self, result: Result, local: Local, crew: Crew, evaluates: bool
-    ) -> tuple[Result, LocalPredictions | None]:
-        """Return the run after one more round, and what clients predicted before aggregation; None
-        where they did not.
-        """
+    def attempt(self, run: Result) -> OneMachine:
         # Before aggregation, a part that training does not change would predict as no one has
         # trained it.
-        test = self.measured.test if evaluates and touched(result.algorithm) else None
+        evaluates = run.settings.evaluates(run.round) and touched(run.algorithm)
+        test = self.measured.test if evaluates else None
+        return OneMachine(self.local, run.state, self.crew, test, self.faults)
 
-        def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], LocalPredictions | None]:
-            transport = OneMachine(local, result.state, crew, test, self.faults)
-            server, row, absent = run_round(
-                self.rules, result.server, result.round, result.history, transport, attempt=attempt
-            )
-            return server, row, absent, transport.predicted
+    def taken(self, run: Result, attempt: OneMachine) -> Result:
+        return run  # private rows were written in place
 
-        tried = attempts(self.rules.admission, once)
-        if isinstance(tried, FailedRound):
-            server = result.server
-            row = {"round": result.round + 1, "cohort": 0, **tried.row}
-            before, absent = None, []
-        else:
-            server, row, absent, before = tried
-        result = replace(result, round=result.round + 1, server=server, after=())
-        result.history.append(row, absent)
-        return result, before
+    def finish(self, run: Result) -> Result:
+        return run
 
-    def _evaluate(
-        self, result: Result, before: LocalPredictions | None, local: Local, crew: Crew
-    ) -> Result:
-        """Add the measures of the models to the last row of the history, and return the run with
-        what was fitted for them.
-        """
-        history, state, data = result.history, result.state, self.measured
-        if before is not None:
-            self._note(history, "before_pool", before)
-        here = Here(local, state, data, crew, self.aggregation, self.sample)
+    def save(self, run: Result) -> None:
+        if self.checkpoint is not None:
+            run.save_round(self.checkpoint)
+
+    def evaluate(self, run: Result, attempt: OneMachine | None) -> Result:
+        history, local, state, data = run.history, self.local, run.state, self.measured
+        if attempt is not None and attempt.predicted is not None:
+            self._note(history, "before_pool", attempt.predicted)
+        here = Here(local, state, data, self.crew, self.aggregation, self.sample)
         known = answered(local.algorithm, state.server, {}, here)
         names = [name for name in PREFIXES if name in data.splits]
         splits = [data.splits[name] for name in names]
-        predicted = predict.personal(local, state, splits, crew, known=known, ids=self.sample)
+        predicted = predict.personal(local, state, splits, self.crew, known=known, ids=self.sample)
         for name, predictions in zip(names, predicted, strict=True):
             self._note(history, PREFIXES[name], predictions)
         shared = predict.shared(local, state, data.test)
@@ -559,8 +494,8 @@ class _Simulation:
             self._note(history, "global", shared)
         if len(self.sample) < self.data.clients:
             # What a sample has answered is not what the federation does.
-            return result
-        return replace(result, after=answers_of(known, result.algorithm))
+            return run
+        return replace(run, after=answers_of(known, run.algorithm))
 
     def _note(self, history: History, prefix: str, predicted: LocalPredictions) -> None:
         """Add the library's measures of some predictions, and the user's."""

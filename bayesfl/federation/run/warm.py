@@ -2,11 +2,10 @@
 clients, another learning rate.
 """
 
-import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.archive import digest_of_tensors
 from bayesfl.base.described import in_words
 from bayesfl.base.protocols import Server
-from bayesfl.base.trees import detached
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
@@ -26,7 +23,8 @@ from bayesfl.data import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.federation.clients.local import State, private_rows
 from bayesfl.federation.run.loading import started
-from bayesfl.federation.run.result import METHODS_START, Result
+from bayesfl.federation.run.record import Run
+from bayesfl.federation.run.result import Result
 
 log = logging.getLogger(__name__)
 
@@ -57,27 +55,6 @@ def from_where(
     return found
 
 
-def origin(start: Result | None) -> str:
-    """Say what a run begins from, in words that differ for other states; None for the method's own
-    start.
-    """
-    if start is None:
-        return METHODS_START
-    state = {"server": start.server, "private": start.private}
-    return start_in_words(
-        f"round {start.round} of a run with seed {start.settings.seed}",
-        start.known.client_names,
-        state,
-    )
-
-
-def start_in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Return words for the state that a run begins from, with a digest of that state and of the
-    clients' names.
-    """
-    return f"{what} (digest {digest_of_tensors(json.dumps(list(names)), detached(state))[:16]})"
-
-
 def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:
     """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is
     now, by their words.
@@ -90,35 +67,60 @@ def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given:
         )
 
 
-def continued(
-    start: Result,
+def begun(
+    before: Run | None,
     algorithm: Algorithm,
     names: Sequence[str],
     *,
+    seed: int,
     dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[State, np.ndarray]:
-    """Return the state from which a run of the clients `names` begins, and which of them are new,
-    [new].
+    device: torch.device = torch.device("cpu"),
+) -> tuple[Server, Tensor, Tensor]:
+    """Return the server's state with which a run of the clients `names` begins, the places of known
+    clients, and their places in the run before, [known] int64 each.
 
-    Clients are matched by name. What the server has learnt stays; its entries for single clients,
-    and the clients' private states, go to the clients of the same name. New clients begin as
-    clients never seen in training, see `Algorithm.newcomers`.
+    Clients are matched by name. What the server has learnt stays; its entries for single clients go
+    to the clients of the same name. New clients begin as clients never seen in training, see
+    `Algorithm.newcomers`.
 
     Raises:
         ValueError: Clients have the same name.
     """
-    new, old = matched(algorithm, names, start.known.client_names)
-    moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
-    rows = private_rows(algorithm, moved, len(names))
+    if before is None:
+        start = algorithm.init(len(names), seed=seed, dtype=dtype, device=device)
+        return start, torch.arange(0), torch.arange(0)
+    new, old = matched(algorithm, names, before.called)
+    about: Any = {"dtype": dtype, "device": device}
+    return carried(before.server, algorithm, len(names), new, old, **about), new, old
+
+
+def continued(
+    before: Result | None,
+    algorithm: Algorithm,
+    names: Sequence[str],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[State, np.ndarray]:
+    """Return the state from which a run of the clients `names` on this machine begins, and which of
+    them are to adapt to it, [new]; private states go to the clients of the same name, see `begun`.
+
+    Raises:
+        ValueError: Clients have the same name.
+    """
+    server, known, old = begun(before, algorithm, names, seed=seed, dtype=dtype, device=device)
+    rows = private_rows(algorithm, server, len(names))
+    if before is None:
+        return State(server, rows, 0), np.arange(0)
     tree_map(
         lambda kept, was: kept.index_copy_(
-            0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)
+            0, known.to(device), was.index_select(0, old.to(was.device)).to(kept)
         ),
         rows,
-        start.private,
+        before.private,
     )
-    return State(moved, rows, 0), np.setdiff1d(np.arange(len(names)), new.numpy())
+    return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
 def carried(
