@@ -65,6 +65,8 @@ class Before:
 class Deployed(Run):
     """The state of a deployed federation on the server; the clients keep their private states.
 
+    What it shares with a simulation's is in `bayesfl.federation.run.record.Run`.
+
     Args:
         algorithm: The method.
         settings: The run's settings.

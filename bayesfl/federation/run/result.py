@@ -67,6 +67,8 @@ from bayesfl.posteriors.pooled import Structure
 class Result(Run):
     """The state of a federation after some rounds, with all that its predictions need.
 
+    What it shares with a deployment's is in `bayesfl.federation.run.record.Run`.
+
     Args:
         algorithm: The method.
         known: The clients' data; their outline, where the run was loaded without them.

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,12 +85,25 @@ def begun(
     Raises:
         ValueError: Clients have the same name.
     """
+    clients = len(names)
+    fresh = algorithm.init(clients, seed=seed, dtype=dtype, device=device)
     if before is None:
-        start = algorithm.init(len(names), seed=seed, dtype=dtype, device=device)
-        return start, torch.arange(0), torch.arange(0)
+        return fresh, torch.arange(0), torch.arange(0)
     new, old = matched(algorithm, names, before.called)
-    about: Any = {"dtype": dtype, "device": device}
-    return carried(before.server, algorithm, len(names), new, old, **about), new, old
+    more = algorithm.init(clients + 1, dtype=dtype, device=device)
+    server = tree_map(lambda like, t: t.to(like, copy=True), fresh, before.server)
+    novel = algorithm.newcomers(server, clients)
+    for name, block in algorithm.blocks.items():
+        if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
+            novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
+    carried = tree_map(
+        lambda one, two, now, then: _moved(one, two, now, then, new, old),
+        fresh,
+        more,
+        novel,
+        server,
+    )
+    return carried, new, old
 
 
 def continued(
@@ -121,38 +133,6 @@ def continued(
         before.private,
     )
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
-
-
-def carried(
-    server: Server,
-    algorithm: Algorithm,
-    clients: int,
-    new: Tensor,
-    old: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Server:
-    """Return the server's state of the run before as a run of `clients` begins with it.
-
-    `new` and `old` are the places of known clients now, and their places in the run before, [known]
-    each.
-    """
-    fresh, more = (
-        algorithm.init(count, dtype=dtype, device=device) for count in (clients, clients + 1)
-    )
-    server = tree_map(lambda like, t: t.to(like, copy=True), fresh, server)
-    novel = algorithm.newcomers(server, clients)
-    for name, block in algorithm.blocks.items():
-        if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
-            novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
-    return tree_map(
-        lambda one, two, now, then: _moved(one, two, now, then, new, old),
-        fresh,
-        more,
-        novel,
-        server,
-    )
 
 
 def warn_of_seed(before: int, seed: int) -> None:
