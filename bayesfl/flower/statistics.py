@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -146,7 +147,7 @@ class _AtSite:
         state = records.unpack(content, "state", records.setting(content, "digest", str))
         place, shapes = records.setting(content, "place", int), survey.shapes(state)
         told = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
-        noted: tuple[Any, ...] = self.context.run_id, type(survey).__name__, told
+        note = partial(self.ledger.note, self.context.run_id, type(survey).__name__, told)
         beyond: dict[str, str] = {}
         put = replace(self.tables, ids=np.array([place])).ask(survey, None)
         try:
@@ -154,9 +155,9 @@ class _AtSite:
         except Refusal as refusal:
             log.warning("%s", refusal)
             (rule,) = refusal.rules.values()
-            self.ledger.note(*noted, rule)
+            note(rule)
             return records.message({}, refused=rule)
-        self.ledger.note(*noted)
+        note()
         _keep(survey.kept(state, self.tables.sites[0], place), self.context)
         return answer
 
