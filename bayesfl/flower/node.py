@@ -2,6 +2,7 @@
 folder.
 """
 
+import hmac
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -10,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import words
-from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors, View
 from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.data.split import Change
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.calibration.steps import any_draws, compares
@@ -34,19 +36,26 @@ from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
 from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
 from bayesfl.federation.clients.tuning import candidates
 from bayesfl.federation.errors import called
-from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.settings import FEDERATION
 from bayesfl.federation.store.identity import reading
 from bayesfl.flower import records
+from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.orders import Order
+from bayesfl.flower.post import Refused
+from bayesfl.flower.roster import NOT_SENT
 from bayesfl.flower.states import States
 from bayesfl.posteriors.heads import LocalHeads, Rows
+from bayesfl.preflight import check
 
 log = logging.getLogger(__name__)
 
 
-class Refused(RuntimeError):
-    """An error raised when a client refuses a request; the server receives the reason."""
+def ordered(work: Callable[["Node", Order], RecordDict]) -> Callable[["Node", Message], RecordDict]:
+    """Return how a client answers a message that has a request of the server."""
+    return lambda node, message: work(node, node.order(message))
+
+
+def _described(change: Change | None) -> str:
+    return "" if change is None else digest_of(change)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,8 @@ class Node:
         shares: Whether the server may keep its measures as such.
         measures: Measures beside the library's own.
         calibration: Steps of calibration, as the server fits them.
+        secret: What keys the digests of functions of inputs and of columns that it sends; without
+            one it sends none.
     """
 
     id: int
@@ -74,49 +85,7 @@ class Node:
     shares: bool
     measures: Mapping[str, Measure]
     calibration: tuple[Step, ...]
-
-    @classmethod
-    def of(
-        cls,
-        context: Context,
-        load_data: Callable[[Context], FederatedData],
-        state_dir: str | os.PathLike[str] | None,
-        algorithm: Algorithm,
-        engine: Engine,
-        device: torch.device,
-        shares: bool,
-        measures: Mapping[str, Measure],
-        calibration: tuple[Step, ...],
-    ) -> "Node":
-        """Make the client that a node's configuration names.
-
-        Raises:
-            Refused: The configuration has no valid `client-id` or no folder for states, or the data
-                are not those of one client.
-            TypeError: `load_data` returns no `FederatedData`.
-        """
-        node = context.node_config
-        id = node.get("client-id")
-        if type(id) is not int or id < 0:
-            raise Refused(
-                "this node does not say which client it is: client-id must be a whole number >= "
-                f"0, got {id!r}; start it with --node-config 'client-id=0'"
-            )
-        folder = node.get("state-dir") if state_dir is None else state_dir
-        if not isinstance(folder, str | os.PathLike):
-            raise Refused(
-                "the client has no folder for its state: give client_app a state_dir, or the node "
-                "state-dir in --node-config"
-            )
-        data = load_data(context)
-        instance("what load_data returns", data, FederatedData, FEDERATION)
-        if data.clients != 1:
-            raise Refused(
-                f"load_data must return the data of one client, got {data.clients}; "
-                f"data.select([{id}]) takes one of many"
-            )
-        shares = shares or node.get("share-measures") is True
-        return cls(id, algorithm, data, folder, engine, device, shares, measures, calibration)
+    secret: str
 
     def examples(self, split: str) -> int:
         """Return the number of examples in a split, 0 if there is no such split."""
@@ -137,6 +106,29 @@ class Node:
             )
         return order
 
+    def hello(self, message: Message) -> RecordDict:
+        """Say who this client is."""
+        check(self.algorithm, self.data)
+        self.states(records.setting(message.content, "experiment", str)).clean()
+        train, made = self.data.train, self.data.prepared
+        found: dict[str, Any] = {
+            "client": self.id,
+            "name": self.name,
+            "n": self.examples("train"),
+            "task": self.data.task,
+            "outputs": self.data.outputs,
+            "splits": [s for s in self.data.splits if self.examples(s)],
+        }
+        for kind, text in (
+            ("transform", _described(train.transform)),
+            ("augment", _described(train.augment)),
+            ("columns", "" if made is None else made.to_json()),
+        ):
+            keyed = hmac.new(self.secret.encode(), text.encode(), "sha256").hexdigest()
+            found[kind] = "" if not text else keyed if self.secret else NOT_SENT
+        assert {"protocol", *found} == HELLO.keys()
+        return records.message({}, **found)
+
     def train(self, order: Order) -> RecordDict:
         """Do a round's local work, and return the reply; the new state is on disk before the reply
         is sent.
@@ -151,14 +143,14 @@ class Node:
         metrics = MetricRecord()
         if order.sends and "nll" in done.info:
             metrics["train_nll"] = float(done.info["nll"].double().mean())
-        config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
+        config: dict[str, Any] = {"round": order.round}
         out: dict[str, Any] = {"metrics": metrics}
         if order.sends:
             sent = tree_map(
                 lambda t: t[0], {**self.algorithm.sent(views), **self.algorithm.reported(views)}
             )
             out["up"], config["digest"] = records.pack(sent)
-        return RecordDict({**out, "config": ConfigRecord(config)})
+        return records.message(out, **config)
 
     def adapt(self, order: Order) -> RecordDict:
         """Run the adaptation of a client that joins a federation trained without it; its state is
@@ -166,7 +158,7 @@ class Node:
         """
         self._worked(order, Stage.ADAPT, order.round)
         self.states(order.experiment).forget_kept()
-        return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
+        return records.message({}, round=order.round)
 
     def _worked(self, order: Order, stage: Stage, made: int, phases: int | None = None) -> Done:
         """Run the phases of a stage, and write the state after `made` rounds, if the method's
@@ -195,10 +187,7 @@ class Node:
         else:
             local = self._known(order, survey.split, getattr(survey, "reads", "rows"))
             found = {name: t[0] for name, t in answers(survey, state, local, shapes).items()}
-        record, digest = records.pack(found)
-        return RecordDict(
-            {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
-        )
+        return records.of_answer(found)
 
     def _known(self, order: Order, split: str, reads: str) -> Any:
         """Return what this client knows of itself for the survey that asks: rows, how candidates
@@ -366,7 +355,7 @@ class Node:
                 self.states(order.experiment).keep("predictions", content)
         if order.calibrated or not self.calibration:  # the last that is asked about this state
             self.states(order.experiment).forget_kept()
-        return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
+        return records.message(reply, share=self.shares)
 
     def _settled(self, order: Order) -> tuple[Fitted, ...]:
         """Return the steps of calibration with this client's own parameters; none before they are

@@ -2,36 +2,30 @@
 on data that stay with the client.
 """
 
-import hmac
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from bayesfl.base.described import differences, digest_of
-from bayesfl.base.options import declared
+from bayesfl.base.options import declared, instance
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.data.split import Change
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.own_measures import Measure, check_measures
 from bayesfl.federation.clients.surveying import check_servers_model, checked_steps
-from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.settings import Method
+from bayesfl.federation.settings import FEDERATION, Method
 from bayesfl.federation.store.files import described_steps
 from bayesfl.federation.store.identity import agreement, method_differences
 from bayesfl.flower import records
-from bayesfl.flower.leaving import HELLO
-from bayesfl.flower.node import Node, Refused
-from bayesfl.flower.orders import Order
-from bayesfl.flower.roster import NOT_SENT
-from bayesfl.preflight import check
+from bayesfl.flower.node import Node, ordered
+from bayesfl.flower.post import Refused, app_of
 
 
 @declared
@@ -92,77 +86,71 @@ def client_app(
     steps = checked_steps(calibration)
     described_steps(steps)
     check_servers_model(steps, algorithm)
-    app, engine, agreed = ClientApp(), engine or Engine(), agreement(algorithm, steps)
+    agreed = agreement(algorithm, steps)
+    own = engine or Engine(), torch.device(device)
 
-    def here(message: Message, context: Context) -> Node:
+    @contextmanager
+    def here(message: Message, context: Context) -> Iterator[Node]:
         _same_code(message, algorithm, agreed)
-        return Node.of(
-            context,
-            load_data,
-            state_dir,
-            algorithm,
-            engine,
-            torch.device(device),
-            share_measures,
-            measures,
-            steps,
+        node = context.node_config
+        shares = share_measures or node.get("share-measures") is True
+        id, folder, data = _configured(context, load_data, state_dir)
+        # Digests are keyed, as who guesses the client's numbers could try them on a plain one.
+        secret = str(node.get("shared-secret", ""))
+        yield Node(id, algorithm, data, folder, *own, shares, measures, steps, secret)
+
+    return app_of(
+        here,
+        {
+            "query": Node.hello,
+            "query.survey": ordered(Node.survey),
+            "train": ordered(Node.train),
+            "train.adapt": ordered(Node.adapt),
+            "evaluate": ordered(Node.evaluate),
+        },
+    )
+
+
+def _configured(
+    context: Context,
+    load_data: Callable[[Context], FederatedData],
+    state_dir: str | os.PathLike[str] | None,
+) -> tuple[int, str | os.PathLike[str], FederatedData]:
+    """Return which client a node's configuration names, the folder of its states, and its data.
+
+    Raises:
+        Refused: The configuration has no valid `client-id` or no folder for states, or the data
+            are not those of one client.
+        TypeError: `load_data` returns no `FederatedData`.
+    """
+    id = context.node_config.get("client-id")
+    if type(id) is not int or id < 0:
+        raise Refused(
+            "this node does not say which client it is: client-id must be a whole number >= "
+            f"0, got {id!r}; start it with --node-config 'client-id=0'"
         )
-
-    def answered(
-        message: Message, context: Context, work: Callable[[Node, Order], RecordDict]
-    ) -> Message:
-        client = here(message, context)
-        return Message(work(client, client.order(message)), reply_to=message)
-
-    @app.query()
-    def hello(message: Message, context: Context) -> Message:
-        client = here(message, context)
-        check(algorithm, client.data)
-        client.states(records.setting(message.content, "experiment", str)).clean()
-        train, made = client.data.train, client.data.prepared
-        found: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "client": client.id,
-            "name": client.name,
-            "n": client.examples("train"),
-            "task": client.data.task,
-            "outputs": client.data.outputs,
-            "splits": [s for s in client.data.splits if client.examples(s)],
-        }
-        # Keyed, as who guesses the client's numbers could try them on a plain digest.
-        secret = str(context.node_config.get("shared-secret", ""))
-        for kind, text in (
-            ("transform", _described(train.transform)),
-            ("augment", _described(train.augment)),
-            ("columns", "" if made is None else made.to_json()),
-        ):
-            keyed = hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
-            found[kind] = "" if not text else keyed if secret else NOT_SENT
-        assert found.keys() == HELLO.keys()
-        return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
-
-    for registered, work in (
-        (app.train(), Node.train),
-        (app.train("adapt"), Node.adapt),
-        (app.evaluate("survey"), Node.survey),
-        (app.evaluate(), Node.evaluate),
-    ):
-        registered(partial(answered, work=work))
-    return app
-
-
-def _described(change: Change | None) -> str:
-    return "" if change is None else digest_of(change)
+    folder = context.node_config.get("state-dir") if state_dir is None else state_dir
+    if not isinstance(folder, str | os.PathLike):
+        raise Refused(
+            "the client has no folder for its state: give client_app a state_dir, or the node "
+            "state-dir in --node-config"
+        )
+    data = load_data(context)
+    instance("what load_data returns", data, FederatedData, FEDERATION)
+    if data.clients != 1:
+        raise Refused(
+            f"load_data must return the data of one client, got {data.clients}; "
+            f"data.select([{id}]) takes one of many"
+        )
+    return id, folder, data
 
 
 def _same_code(message: Message, algorithm: Algorithm, agreed: dict[str, Any]) -> None:
-    """Check that the server uses the same protocol, and runs the same method and calibration.
+    """Check that the server runs the same method and calibration.
 
     Raises:
-        RecordError: The protocol differs.
-        Refused: The method or the calibration differs.
+        Refused: They differ.
     """
-    records.same_protocol(message.content)
     if records.setting(message.content, "algorithm", str) != digest_of(agreed):
         theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
         apart: dict[str, tuple[Any, Any]] = {}

@@ -1,30 +1,40 @@
-"""Messages to clients over Flower, and their replies, within a time limit."""
+"""Messages over Flower and their replies: as a server sends and awaits them, within a time limit,
+and as a node answers.
+"""
 
-import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import httpx
-from flwr.app import Message, RecordDict
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from bayesfl.federation.errors import BadClients
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import summed
+from bayesfl.flower import records
 from bayesfl.flower.records import RecordError
 
-log = logging.getLogger(__name__)
 REMIND = 30.0
 """Seconds between two log lines on missing clients, and after which a node that failed is asked
 again.
 """
 FIRST, LONGEST = 0.1, 1.0
 """Shortest and longest pause between two attempts to fetch replies, in seconds."""
-
-
 RAISED, GONE = 2, 3
 """Flower's error codes for a ClientApp that raised, and for a message that has expired or whose
 node was removed.
 """
+
+
+class Refused(RuntimeError):
+    """An error raised when a node refuses a request; the server receives the reason."""
 
 
 @dataclass(frozen=True)
@@ -95,103 +105,6 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
     return None
 
 
-@dataclass
-class Hello:
-    """The question to nodes who they are, which is put again until they are taken.
-
-    Args:
-        content: The message's records.
-        patience: Seconds that a node has to answer before it is asked again; it loads its data in
-            this time.
-
-    Attributes:
-        again: When a node is asked next, {node: seconds}.
-        pending: Messages whose answers have not come, {node: id}.
-        refused: Why nodes that are there were not taken, {node: reason}.
-    """
-
-    content: RecordDict
-    patience: float
-    again: dict[int, float] = field(default_factory=dict)
-    pending: dict[int, str] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    _said: float = -REMIND
-    _since: float = 0.0
-
-    def look(
-        self,
-        grid: Grid,
-        there: Collection[int],
-        taken: Collection[int],
-        take: Callable[[int, RecordDict | Failure], None],
-    ) -> None:
-        """Ask new nodes, and take the answers that have arrived; do not wait.
-
-        Args:
-            grid: Flower's grid.
-            there: The nodes that are there.
-            taken: The nodes that were taken.
-            take: Function of a node and its answer; it raises RecordError if the node is not taken.
-        """
-        now = time.monotonic()
-        self.refused = {node: why for node, why in self.refused.items() if node in there}
-        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
-        self._hear(grid, there, take)
-        for node in [node for node, at in self.again.items() if node not in there and now >= at]:
-            del self.again[node]
-            self.pending.pop(node, None)
-        for node in sorted(there):
-            if node not in taken and now >= self.again.get(node, now):
-                if id := push(
-                    grid, "query", node, self.content, timeout=self.patience, group="hello"
-                ):
-                    self.pending[node] = id
-                self.again[node] = now + self.patience
-        self._hear(grid, there, take)
-
-    def _hear(
-        self,
-        grid: Grid,
-        there: Collection[int],
-        take: Callable[[int, RecordDict | Failure], None],
-    ) -> None:
-        for node, id in list(self.pending.items()):
-            reply = pull(grid, id) if node in there else None
-            if reply is None:
-                continue
-            del self.pending[node]
-            self.again[node] = time.monotonic() + REMIND
-            try:
-                take(node, reply)
-            except RecordError as error:
-                log.warning("node %d is not taken: %s", node, error)
-                self._since = self._since if self.refused else time.monotonic()
-                self.refused[node] = str(error)
-            else:
-                self.refused.pop(node, None)
-                self._since = time.monotonic()
-
-    def wait(self, missing: str, timeout: float) -> None:
-        """Wait a moment for missing nodes; the log names them from time to time.
-
-        Raises:
-            BadClients: Nodes are there that cannot be taken, and no other one was taken for
-                `timeout` seconds.
-        """
-        now = time.monotonic()
-        if now - self._said > REMIND:
-            log.warning("waiting for %s", missing)
-            self._said = now
-        if self.refused and now - self._since > timeout:
-            told = "; ".join(f"node {node}: {why}" for node, why in self.refused.items())
-            raise BadClients(
-                f"the server gave up waiting for {missing}: no node was taken for {timeout:g} "
-                f"seconds (timeout), and of those that are there {told}. Mend these nodes, and "
-                "start the run again"
-            )
-        time.sleep(1.0)
-
-
 def ask(
     grid: Grid,
     kind: str,
@@ -214,33 +127,77 @@ def ask(
     Raises:
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
-    waiting: dict[int, str] = {}
-    for client, (node, content) in contents.items():
-        if id := push(grid, kind, node, content, timeout=timeout, group=group):
-            waiting[client] = id
-        else:
-            yield client, Failure("its node could not be reached")
+    sent = {
+        client: push(grid, kind, node, content, timeout=timeout, group=group)
+        for client, (node, content) in contents.items()
+    }
     late = Failure(f"it did not reply within {timeout:g} seconds")
     end, pause = time.monotonic() + timeout, FIRST
-    while waiting:
-        came = False
-        for client, id in list(waiting.items()):
-            if (reply := pull(grid, id)) is not None:
-                del waiting[client]
-                came = True
-                gone = (
-                    isinstance(reply, Failure)
-                    and reply.code == GONE
-                    and time.monotonic() >= end - LONGEST
-                )
-                yield client, late if gone else reply
-        pause = FIRST if came else min(LONGEST, 1.5 * pause)
-        if time.monotonic() >= end:
+    while sent:
+        before = len(sent)
+        for client, id in list(sent.items()):
+            reply = Failure("its node could not be reached") if id is None else pull(grid, id)
+            if reply is not None:
+                del sent[client]
+                gone = isinstance(reply, Failure) and reply.code == GONE
+                yield client, late if gone and time.monotonic() >= end - LONGEST else reply
+        came, left = len(sent) < before, end - time.monotonic()
+        if left <= 0:
             break
-        if waiting and not came:
-            time.sleep(min(pause, max(0.0, end - time.monotonic())))
-    for client in waiting:
+        pause = FIRST if came else min(LONGEST, 1.5 * pause)
+        if not came:
+            time.sleep(min(pause, left))
+    for client in sent:
         yield client, late
+
+
+def answers(
+    replies: Iterable[tuple[int, RecordDict | Failure]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[int, Tensors | ValueError, Mapping[str, Any]]]:
+    """Yield each client with its answer to a question of a survey, or the reason why it has none,
+    and the settings of its reply.
+    """
+    for client, reply in replies:
+        said: Mapping[str, Any] = {}
+        try:
+            said = records.config(content_of(reply))
+            found: Tensors | ValueError = records.answer(content_of(reply), shapes, client)
+        except ValueError as error:
+            found = error
+        yield client, found, said
+
+
+def total(found: Mapping[int, Tensors]) -> Tensors:
+    """Add clients' answers, in the order of their numbers."""
+    names = next(iter(found.values()))
+    stacked = {name: torch.stack([one[name] for one in found.values()]) for name in names}
+    return summed(np.array([*found]), stacked)
+
+
+def app_of(
+    here: Callable[[Message, Context], AbstractContextManager[Any]],
+    works: Mapping[str, Callable[[Any, Message], RecordDict]],
+) -> ClientApp:
+    """Make the ClientApp of a node, a training client or a site of statistics.
+
+    Args:
+        here: Function of a message and the node's context to what the node holds for as long as it
+            answers; it raises `Refused` if it does not answer this server.
+        works: {type of message: what answers it}.
+    """
+    app = ClientApp()
+
+    def answered(
+        message: Message, context: Context, work: Callable[[Any, Message], RecordDict]
+    ) -> Message:
+        records.same_protocol(message.content)
+        with here(message, context) as held:
+            return Message(work(held, message), reply_to=message)
+
+    for kind, work in works.items():
+        category, _, action = kind.partition(".")
+        getattr(app, category)(action or "default")(partial(answered, work=work))
+    return app
 
 
 def _short(reason: object) -> str:

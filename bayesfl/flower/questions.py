@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from flwr.app import RecordDict
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Survey, conduct, summed
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection
 from bayesfl.flower.orders import orders
-from bayesfl.flower.post import content_of
+from bayesfl.flower.post import answers, total
 
 log = logging.getLogger(__name__)
 RESTARTS = 3
@@ -98,32 +95,22 @@ class Questions:
             # is made of what the client keeps.
             whole=cohort is None or getattr(self.survey, "reads", "head") != "head",
         )
-        found, least = self._answers(messages, shapes), self.admission.min_clients
-        if cohort is None and len(found) < least:
+        found: dict[int, Tensors] = {}
+        replies = self.network.ask("query.survey", messages, group=f"survey-{self.name}")
+        for client, answer, _ in answers(replies, shapes):
+            if not isinstance(answer, ValueError):
+                found[client] = answer
+                continue
+            who = roster.called(client)
+            if not self.admission.skips:
+                raise BadClients(f"{who} has no part in a survey: {answer}") from answer
+            log.warning("%s has no part in %s: %s", who, type(self.survey).__name__, answer)
+        if cohort is None and len(found) < self.admission.min_clients:
             raise FailedSurvey(
-                f"{len(found)} clients answered and {least} are needed (min_clients)"
+                f"{len(found)} clients answered and {self.admission.min_clients} are needed "
+                "(min_clients)"
             )
         if missing := [roster.called(client) for client in cohort or () if client not in found]:
             raise FailedSurvey(f"{', '.join(missing)} did not answer a further question")
         self.cohort = sorted(found)
-        stacked = {
-            name: torch.stack([found[client][name] for client in self.cohort]) for name in shapes
-        }
-        return summed(np.array(self.cohort), stacked)
-
-    def _answers(
-        self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[int, Tensors]:
-        """Return the answers by client; of clients without one say why."""
-        out = {}
-        for client, reply in self.network.ask(
-            "evaluate.survey", messages, group=f"survey-{self.name}"
-        ):
-            try:
-                out[client] = records.answer(content_of(reply), shapes)
-            except ValueError as error:
-                who = self.network.roster.called(client)
-                if not self.admission.skips:
-                    raise BadClients(f"{who} has no part in a survey: {error}") from error
-                log.warning("%s has no part in %s: %s", who, type(self.survey).__name__, error)
-        return out
+        return total(found)

@@ -16,7 +16,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bayesfl.base.options import AT_LEAST_0, Range
-from bayesfl.base.surveys import checked
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import PerClient, checked
 from bayesfl.base.trees import detached
 from bayesfl.evaluation.own_measures import NAME
 from bayesfl.federation.rounds.admission import PROTOCOL, Declared
@@ -103,15 +104,32 @@ def unpack(
         raise RecordError(f"record {name!r} holds no tensors: {error}") from error
 
 
-def answer(content: RecordDict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return an answer to a question of a survey, by the shapes that were asked for.
+def message(parts: Mapping[str, Any], **settings: Any) -> RecordDict:
+    """Return records with settings, the protocol among them."""
+    return RecordDict({**parts, "config": ConfigRecord({"protocol": PROTOCOL, **settings})})
+
+
+def of_answer(found: Tensors, **settings: Any) -> RecordDict:
+    """Return an answer to a question of a survey as a message, with settings."""
+    record, digest = pack(found)
+    return message({"answer": record}, digest=digest, **settings)
+
+
+def answer(
+    content: RecordDict, shapes: Mapping[str, tuple[int, ...]], client: int
+) -> dict[str, Tensor]:
+    """Return a client's answer to a question of a survey, by the shapes that were asked for; of
+    numbers of its own, those at its own place alone.
 
     Raises:
         ValueError: It is malformed, or of another form.
     """
     most = most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
     found = unpack(content, "answer", setting(content, "digest", str), most=most)
-    return checked(found, shapes, "its answer")
+    return {
+        name: shape.own(t, client) if isinstance(shape := shapes[name], PerClient) else t
+        for name, t in checked(found, shapes, "its answer").items()
+    }
 
 
 def most_bytes(declared: Declared) -> int:

@@ -1,66 +1,69 @@
 """The roster of a federation over Flower: which node is which client."""
 
 import logging
+import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from bayesfl.federation.errors import called
+from bayesfl.federation.errors import BadClients, called
 from bayesfl.flower import records
-from bayesfl.flower.post import Failure, Hello, content_of
+from bayesfl.flower.post import REMIND, content_of, pull, push
 
 log = logging.getLogger(__name__)
 NOT_SENT = "not sent"
 """In place of a digest, by a node without the secret that keys it."""
 LONGEST = 200
-"""Most characters of a client's name."""
+"""Most characters of a client's name, or of what else a node says in words."""
 
 
 @dataclass
-class Roster:
-    """The clients of an experiment and their nodes.
-
-    A client is bound to the public key of the node that was first taken for it; the binding is in
-    the server's checkpoint. If nodes have no keys, anyone who reaches the SuperLink can act as any
-    client.
+class Hello(ABC):
+    """The nodes that are there, and the question who they are, which is put again until all clients
+    are known. A subclass says of an answer whose it is.
 
     Args:
         clients: Number of clients J.
-        hello: Settings of the message that asks a node which client it is.
+        hello: Settings of the question.
         patience: Seconds that a node has to answer before it is asked again; it loads its data in
             this time.
-        keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
         nodes: Nodes of the clients, {client: node}.
-        counts: Numbers of training examples, {client: n}.
-        splits: The splits in which clients have rows, {client: names}.
-        predicted: What clients predict, {client: (task, number of classes or targets)}.
         names: Names of the clients, {client: name}.
+        refused: Why nodes that are there were not taken, {node: reason}.
+        there: Public keys of the nodes that are there, {node: hexadecimal digits}.
     """
 
     clients: int
     hello: Mapping[str, Any]
     patience: float
-    keys: dict[int, str] = field(default_factory=dict)
     nodes: dict[int, int] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
-    splits: dict[int, frozenset[str]] = field(default_factory=dict)
-    predicted: dict[int, tuple[str, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    _changes: dict[str, str] = field(default_factory=dict)
-    _there: dict[int, str] = field(default_factory=dict)
-    _hello: Hello = field(init=False)
+    refused: dict[int, str] = field(default_factory=dict)
+    there: dict[int, str] = field(default_factory=dict)
+    _asked: dict[int, tuple[str | None, float]] = field(default_factory=dict)
+    """For each node the message whose answer has not come, and when the node is asked again."""
 
-    def __post_init__(self) -> None:
-        content = RecordDict({"config": ConfigRecord(dict(self.hello))})
-        self._hello = Hello(content, self.patience)
+    @abstractmethod
+    def missing(self) -> str:
+        """Return in words who has not answered; nothing if all have."""
+
+    @abstractmethod
+    def bind(self, node: int, reply: RecordDict) -> None:
+        """Bind a node to the client that it says it is.
+
+        Raises:
+            RecordError: It is not taken.
+        """
 
     def wait(self, grid: Grid, *, least: int, timeout: float) -> None:
-        """Wait until every client's node has answered.
+        """Wait until every client's node has answered; the log names those that are missing from
+        time to time.
 
         Args:
             grid: Flower's grid.
@@ -71,16 +74,92 @@ class Roster:
         Raises:
             BadClients: Nodes are there that cannot be taken.
         """
-        start = time.monotonic()
-        while missing := [client for client in range(self.clients) if client not in self.nodes]:
-            names = ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (
-                len(missing) > 10
-            )
-            if time.monotonic() - start > timeout and len(self.nodes) >= least:
-                log.warning("going on without %s", names)
+        start = taken = time.monotonic()
+        said = -math.inf
+        while missing := self.missing():
+            now = time.monotonic()
+            if now - start > timeout and len(self.nodes) >= least:
+                log.warning("going on without %s", missing)
                 return
-            if not self.look(grid):
-                self._hello.wait(names, timeout)
+            changed = self.look(grid)
+            taken = now if changed or not self.refused else taken
+            if changed:
+                continue
+            if now - said > REMIND:
+                log.warning("waiting for %s", missing)
+                said = now
+            if now - taken > timeout:
+                told = "; ".join(f"node {node}: {why}" for node, why in self.refused.items())
+                raise BadClients(
+                    f"the server gave up waiting for {missing}: no node was taken for {timeout:g} "
+                    f"seconds (timeout), and of those that are there {told}. Mend these nodes, and "
+                    "start the run again"
+                )
+            time.sleep(1.0)
+
+    def look(self, grid: Grid) -> bool:
+        """Ask new nodes which client they are, take answers that have arrived, and return whether
+        another node was taken; do not wait.
+        """
+        before, now = dict(self.nodes), time.monotonic()
+        self.there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
+        self.refused = {node: why for node, why in self.refused.items() if node in self.there}
+        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
+        self._hear(grid)
+        self._asked = {
+            node: (id, again)
+            for node, (id, again) in self._asked.items()
+            if node in self.there or now < again
+        }
+        content = records.message({}, **self.hello)
+        for node in sorted(self.there.keys() - self.nodes.values()):
+            if now >= self._asked.get(node, (None, now))[1]:
+                id = push(grid, "query", node, content, timeout=self.patience, group="hello")
+                self._asked[node] = (id, now + self.patience)
+        self._hear(grid)
+        return self.nodes != before
+
+    def _hear(self, grid: Grid) -> None:
+        for node, (id, _) in list(self._asked.items()):
+            if id is None or node not in self.there or (reply := pull(grid, id)) is None:
+                continue
+            self._asked[node] = (None, time.monotonic() + REMIND)
+            try:
+                content = content_of(reply)
+                records.same_protocol(content)
+                self.bind(node, content)
+            except records.RecordError as error:
+                log.warning("node %d is not taken: %s", node, error)
+                self.refused[node] = str(error)
+            else:
+                self.refused.pop(node, None)
+
+
+@dataclass
+class Roster(Hello):
+    """The clients of an experiment and their nodes.
+
+    A client is bound to the public key of the node that was first taken for it; the binding is in
+    the server's checkpoint. If nodes have no keys, anyone who reaches the SuperLink can act as any
+    client.
+
+    Args:
+        keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
+        counts: Numbers of training examples, {client: n}.
+        splits: The splits in which clients have rows, {client: names}.
+        predicted: What clients predict, {client: (task, number of classes or targets)}.
+    """
+
+    keys: dict[int, str] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    splits: dict[int, frozenset[str]] = field(default_factory=dict)
+    predicted: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _changes: dict[str, str] = field(default_factory=dict)
+
+    def missing(self) -> str:
+        """Return the names of clients that have not answered."""
+        names = [self.called(client) for client in range(self.clients) if client not in self.nodes]
+        return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
 
     def everyone(self) -> tuple[str, ...]:
         """Return the names of all clients; empty text for clients that have not answered."""
@@ -100,23 +179,13 @@ class Roster:
         """Return the clients that have rows in a split."""
         return sorted(client for client, names in self.splits.items() if split in names)
 
-    def look(self, grid: Grid) -> bool:
-        """Ask new nodes which client they are, take answers that have arrived, and return whether
-        the roster changed; do not wait.
-        """
-        before = dict(self.nodes)
-        self._there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        self._hello.look(grid, self._there, self.nodes.values(), self._bind)
-        return self.nodes != before
-
-    def _bind(self, node: int, reply: RecordDict | Failure) -> None:
+    def bind(self, node: int, reply: RecordDict) -> None:
         """Bind a node to the client that it says it is.
 
         Raises:
             RecordError: The answer is no valid one, or another node or key is bound to that client.
         """
-        key, there, reply = self._there[node], self._there, content_of(reply)
-        records.same_protocol(reply)
+        key, there = self.there[node], self.there
         client, n, outputs = (
             records.setting(reply, key, int) for key in ("client", "n", "outputs")
         )

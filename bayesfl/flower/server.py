@@ -30,7 +30,7 @@ from bayesfl.federation.clients.after import Known, answered, answers_of
 from bayesfl.federation.clients.predict import value_of
 from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.errors import FailedSurvey
-from bayesfl.federation.rounds.admission import PROTOCOL, Admission
+from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
@@ -242,7 +242,6 @@ class _OverFlower:
         experiment = secrets.token_hex(8) if state is None else state.experiment
         agreed = agreement(algorithm, self.calibration)
         hello = {
-            "protocol": PROTOCOL,
             "algorithm": digest_of(agreed),
             "agreement": json.dumps(agreed),  # so that a node can say where its own differs
             "experiment": experiment,

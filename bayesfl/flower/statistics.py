@@ -1,37 +1,38 @@
 """Statistics over a network: sites that answer questions about their tables, and an analysis that
 puts them.
 
-An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simulation. A question
-travels as text, of which a node makes one of the library's own (`bayesfl.stats.wire`), together
-with the tensors of its state; an answer is a few tensors, of which the server takes a site's own
-numbers at the site's own place alone. The node's policy sees each question first, and its ledger
-keeps what was asked in all runs. What fails on a node is told by its kind alone, as the text of an
-error can quote the data.
+An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simulation. A site is a
+client that answers and does not train: hello, questions and refusals are those of clients. A node
+finds a question by its name in its own app: a client one of its method, a site one of the library's
+own (`bayesfl.stats.wire`), which its policy sees first, as its options come with the message. A
+ledger keeps what was asked in all runs. What fails on a site is told by its kind alone, as the text
+of an error can quote the data.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import numpy as np
-import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
 
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import PerClient, Survey, summed
+from bayesfl.base.surveys import Survey
 from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
-from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.flower import post, records
-from bayesfl.flower.post import Failure
-from bayesfl.flower.roster import LONGEST
+from bayesfl.flower import records
+from bayesfl.flower.post import Refused, answers, app_of, ask, total
+from bayesfl.flower.roster import LONGEST, Hello
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.formulas import Formula, formula_of
@@ -69,98 +70,96 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         ...     return bf.stats.tables({"va": frame}, outcome="ill", terms=["age"])
         >>> app = bf.flower.site_app(load_tables)
     """
-    app = ClientApp()
 
-    def answered(
-        message: Message, context: Context, work: Callable[[Tables, Ledger], RecordDict]
-    ) -> Message:
+    @contextmanager
+    def here(message: Message, context: Context) -> Iterator[_AtSite]:
         try:
             if "state-dir" not in context.node_config:
-                raise records.RecordError(
+                raise Refused(
                     "no folder for its ledger of what it was asked: name one in --node-config, as "
                     'state-dir="/var/lib/bayesfl"'
                 )
             path = context.node_config.get("policy")
             policy = Policy() if path is None else Policy.read(str(path))
-            with Ledger.opened(Path(str(context.node_config["state-dir"]))) as ledger:
-                policy.ledger = ledger
-                told = work(
-                    _the_same(replace(load_tables(context), policy=policy), context), ledger
-                )
-        except Exception as error:
-            log.exception("this site could not answer")
-            # The words of the message are the server's own; those of other errors may be data.
-            said = str(error) if isinstance(error, records.RecordError) else type(error).__name__
-            told = _config(failed=said)
-        return Message(told, reply_to=message)
+            with Ledger.opened(Path(str(context.node_config["state-dir"]))) as policy.ledger:
+                yield _AtSite(replace(load_tables(context), policy=policy), policy.ledger, context)
+        except (Refused, records.RecordError):  # whose words are the library's own
+            raise
+        except Exception as error:  # whose words may be data
+            told = f"it failed with {type(error).__name__}; its own log says more"
+            raise Refused(told) from error
 
-    @app.query()
-    def hello(message: Message, context: Context) -> Message:
-        def work(tables: Tables, ledger: Ledger) -> RecordDict:
-            records.same_protocol(message.content)
-            (name,) = tables.names
-            terms, offset = wire.written(tables.terms), tables.offset or ""
-            told = {"terms": terms, "offset": offset, "weighing": tables.weighing}
-            return _config(protocol=PROTOCOL, name=name, **told)
-
-        return answered(message, context, work)
-
-    @app.query("survey")
-    def survey(message: Message, context: Context) -> Message:
-        def work(tables: Tables, ledger: Ledger) -> RecordDict:
-            question, state, place = _question(message.content)
-            put = replace(tables, ids=np.array([place])).ask(question, None)
-            shapes, name = question.shapes(state), type(question).__name__
-            beyond: dict[str, str] = {}
-            told = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
-            try:
-                answer, digest = records.pack(put(state, shapes, beyond))
-            except Refusal as refusal:
-                log.warning("%s", refusal)
-                (rule,) = refusal.rules.values()
-                ledger.note(context.run_id, name, told, rule)
-                return _config(refused=rule)
-            ledger.note(context.run_id, name, told)
-            _keep(question.kept(state, tables.sites[0], place), context)
-            config = ConfigRecord({"digest": digest, "beyond": "".join(beyond.values())})
-            return RecordDict({"answer": answer, "config": config})
-
-        return answered(message, context, work)
-
-    return app
+    return app_of(here, {"query": _AtSite.hello, "query.survey": _AtSite.survey})
 
 
-def _the_same(tables: Tables, context: Context) -> Tables:
-    """Return tables, if they are those of which the node answered first in the run.
+@dataclass(frozen=True)
+class _AtSite:
+    """A site on its node.
 
-    Raises:
-        RecordError: They are others.
+    Args:
+        tables: Its tables, with its policy.
+        ledger: What it was asked.
+        context: The context of the run.
     """
-    (site,) = tables.sites
-    parts = (site.row_hashes(), site.x.numpy(), site.weights.numpy(), site.offset.numpy())
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in parts))
-    first = context.state.setdefault("table", ConfigRecord({"digest": digest.hexdigest()}))
-    if dict(cast(ConfigRecord, first))["digest"] != digest.hexdigest():
-        raise records.RecordError(
-            "another table than that of which it answered first in this run, so that sums would be "
-            "of a mixture of both: start the run again"
+
+    tables: Tables
+    ledger: Ledger
+    context: Context
+
+    def __post_init__(self) -> None:
+        """Check that the tables are those of which the node answered first in the run.
+
+        Raises:
+            Refused: They are others.
+        """
+        (site,) = self.tables.sites
+        parts = (site.row_hashes(), site.x.numpy(), site.weights.numpy(), site.offset.numpy())
+        digest = hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in parts))
+        now = ConfigRecord({"digest": digest.hexdigest()})
+        if self.context.state.setdefault("table", now) != now:
+            raise Refused(
+                "another table than that of which it answered first in this run, so that sums "
+                "would be of a mixture of both: start the run again"
+            )
+
+    def hello(self, message: Message) -> RecordDict:
+        """Say which site this is, and what its design is."""
+        (name,) = self.tables.names
+        return records.message(
+            {},
+            name=name,
+            terms=wire.written(self.tables.terms),
+            offset=self.tables.offset or "",
+            weighing=self.tables.weighing,
         )
-    return tables
 
+    def survey(self, message: Message) -> RecordDict:
+        """Answer a question, or tell the rule of the policy that refuses it.
 
-def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
-    """Return a question, its state, and the place of the site that is asked.
-
-    Raises:
-        RecordError: It is none that this version knows.
-    """
-    records.same_protocol(content)
-    try:
-        survey = wire.read(records.setting(content, "survey", str))
-    except ValueError as error:
-        raise records.RecordError(str(error)) from error
-    state = records.unpack(content, "state", records.setting(content, "digest", str))
-    return survey, state, records.setting(content, "place", int)
+        Raises:
+            RecordError: It is none that this version knows, or it would keep too much here.
+        """
+        content = message.content
+        try:
+            survey = wire.read(records.setting(content, "survey", str))
+        except ValueError as error:
+            raise records.RecordError(str(error)) from error
+        state = records.unpack(content, "state", records.setting(content, "digest", str))
+        place, shapes = records.setting(content, "place", int), survey.shapes(state)
+        told = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+        note = partial(self.ledger.note, self.context.run_id, type(survey).__name__, told)
+        beyond: dict[str, str] = {}
+        put = replace(self.tables, ids=np.array([place])).ask(survey, None)
+        try:
+            answer = records.of_answer(put(state, shapes, beyond), beyond="".join(beyond.values()))
+        except Refusal as refusal:
+            log.warning("%s", refusal)
+            (rule,) = refusal.rules.values()
+            note(rule)
+            return records.message({}, refused=rule)
+        note()
+        _keep(survey.kept(state, self.tables.sites[0], place), self.context)
+        return answer
 
 
 def _keep(found: Any, context: Context) -> None:
@@ -188,10 +187,6 @@ def _quoted(value: Any) -> Any:
     """Return a value, text that begins as a formula of a spreadsheet after an apostrophe."""
     formula = isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@")
     return f"'{value}" if formula else value
-
-
-def _config(**settings: Any) -> RecordDict:
-    return RecordDict({"config": ConfigRecord(settings)})
 
 
 @declared
@@ -254,9 +249,9 @@ def analyse(
             have none. The text that arrives from sites is compared, and never evaluated.
 
     Raises:
-        BadClients: A site does not answer a question; it names the site. Also, the sites' tables
-            have different terms, or a site that is there failed, such as one that cannot read its
-            file, and no other one was taken for `timeout` seconds.
+        BadClients: A site does not answer a question; it names the site. Also, a site that is there
+            failed, such as one that cannot read its file, or its tables have other terms than those
+            of the first, and no other one was taken for `timeout` seconds.
         bayesfl.stats.policy.Refusal: A site's policy refuses a question.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
@@ -270,7 +265,54 @@ def analyse(
         ...     )
         ...     fit.save("fit")
     """
-    return analysis(_met(grid, sites, timeout, formula))
+    names, count = ((), sites) if isinstance(sites, int) else (tuple(sites), len(sites))
+    roster = _SiteRoster(count, {}, timeout, awaited=names)
+    roster.wait(grid, least=roster.clients, timeout=timeout)
+    nodes = {name: roster.nodes[place] for place, name in roster.names.items()}
+    terms, offset, weighing = roster.design
+    design = wire.read(terms), offset or None, cast(Weighing, weighing)
+    return analysis(RemoteSites(grid, dict(sorted(nodes.items())), *design, timeout, formula))
+
+
+@dataclass
+class _SiteRoster(Hello):
+    """The sites of an analysis and their nodes; sites are numbered as they come.
+
+    Args:
+        awaited: The names of those that are waited for; none for any.
+        design: The terms, the offset and the weights of the first that answered.
+    """
+
+    awaited: tuple[str, ...] = ()
+    design: tuple[str, ...] = ()
+
+    def missing(self) -> str:
+        """Return how many sites have not answered, and which."""
+        lacking = self.clients - len(self.nodes)
+        who = f": {sorted({*self.awaited} - {*self.names.values()})}" if self.awaited else ""
+        return f"{lacking} of {self.clients} sites{who}" if lacking else ""
+
+    def bind(self, node: int, reply: RecordDict) -> None:
+        """Take a node for the site that it says it is.
+
+        Raises:
+            RecordError: The answer is no valid one, the site is not waited for, another node is
+                this site, or its design is another one than the first site's.
+        """
+        keys = ("name", "terms", "offset", "weighing")
+        name, *design = (records.setting(reply, key, str) for key in keys)
+        if twice := [self.nodes[j] for j, known in self.names.items() if known == name]:
+            raise records.RecordError(f"site {name!r} is node {twice[0]} already")
+        if len(self.nodes) == self.clients or (self.awaited and name not in self.awaited):
+            raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
+        self.design = self.design or tuple(design)
+        if self.design != tuple(design):
+            raise records.RecordError(
+                f"sites {self.names[0]!r} and {name!r} have different terms, offsets or weights, "
+                f"{self.design} and {tuple(design)}; ship the same app to all"
+            )
+        place = len(self.nodes)
+        self.nodes[place], self.names[place] = node, name
 
 
 @dataclass(frozen=True, repr=False)
@@ -309,7 +351,7 @@ class RemoteSites:
         """Return the names of the columns of the design."""
         return tuple(name for term in self.terms for name in term.columns)
 
-    def design(self, frame: Any) -> torch.Tensor:
+    def design(self, frame: Any) -> Tensor:
         """Return the design of rows that are here, [n, p] in float64.
 
         Raises:
@@ -349,23 +391,23 @@ class RemoteSites:
             state: Tensors, shapes: Mapping[str, tuple[int, ...]], beyond: dict[str, str]
         ) -> Tensors:
             packed, digest = records.pack(state)
-            settings = {"protocol": PROTOCOL, "survey": text, "digest": digest}
-            messages = {}
-            for place, node in enumerate(self.nodes.values()):
-                config = ConfigRecord({**settings, "place": place})
-                messages[place] = (node, RecordDict({"config": config, "state": packed}))
+            of = {"survey": text, "digest": digest}
+            messages = {
+                place: (node, records.message({"state": packed}, **of, place=place))
+                for place, node in enumerate(self.nodes.values())
+            }
+            replies = ask(self.grid, "query.survey", messages, timeout=self.timeout, group=name)
             found, absent, refused = {}, {}, {}
-            for place, reply in post.ask(
-                self.grid, "query.survey", messages, timeout=self.timeout, group=name
-            ):
-                try:
-                    found[place] = _answer(reply, shapes, place)
-                    if rule := str(records.config(cast(RecordDict, reply)).get("beyond", "")):
-                        beyond[self.names[place]] = rule[:LONGEST]
-                except _Refused as refusal:
-                    refused[self.names[place]] = str(refusal)
-                except ValueError as error:
-                    absent[self.names[place]] = str(error)
+            for place, answer, said in answers(replies, shapes):
+                site = self.names[place]
+                if "refused" in said:
+                    refused[site] = str(said["refused"])[:LONGEST]
+                elif isinstance(answer, ValueError):
+                    absent[site] = str(answer)
+                else:
+                    found[place] = answer
+                    if rule := str(said.get("beyond", "")):
+                        beyond[site] = rule[:LONGEST]
             if absent:
                 why = "; ".join(f"site {site!r}: {absent[site]}" for site in sorted(absent))
                 raise BadClients(
@@ -373,94 +415,6 @@ class RemoteSites:
                 )
             if refused:
                 raise Refusal(name, dict(sorted(refused.items())))
-            stacked = {
-                name: torch.stack([found[place][name] for place in sorted(found)])
-                for name in shapes
-            }
-            return summed(np.array(sorted(found)), stacked)
+            return total(found)
 
         return put
-
-
-def _answer(
-    reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]], place: int
-) -> Tensors:
-    """Return a site's answer, its own numbers at its own place alone.
-
-    Raises:
-        ValueError: It has none, or one of another form than was asked for.
-    """
-    found = records.answer(_told(reply), shapes)
-    for name, shape in shapes.items():
-        if isinstance(shape, PerClient):
-            found[name] = shape.own(found[name], place)
-    return found
-
-
-class _Refused(ValueError):
-    """The name of a rule of a site's policy, which refuses a question."""
-
-
-def _told(reply: RecordDict | Failure) -> RecordDict:
-    """Return a reply that is an answer.
-
-    Raises:
-        _Refused: The site's policy refuses one.
-        RecordError: It is none for another reason, and says which.
-    """
-    reply = post.content_of(reply)
-    config = records.config(reply)
-    if "refused" in config:
-        raise _Refused(records.setting(reply, "refused", str)[:LONGEST])
-    if "failed" in config:
-        said = records.setting(reply, "failed", str)
-        raise records.RecordError(f"it failed with {said[:LONGEST]}; its own log says more")
-    return reply
-
-
-def _met(
-    grid: Grid, wanted: int | Sequence[str], timeout: float, formula: str | None
-) -> RemoteSites:
-    """Wait until sites have said who they are, and return them.
-
-    Raises:
-        BadClients: Their terms differ, or sites are there that cannot be taken.
-    """
-    count = wanted if isinstance(wanted, int) else len(wanted)
-    nodes: dict[str, int] = {}
-    terms: dict[str, tuple[str, ...]] = {}
-
-    def take(node: int, reply: RecordDict | Failure) -> None:
-        name, *told = (
-            records.setting(_told(reply), key, str)
-            for key in ("name", "terms", "offset", "weighing")
-        )
-        if not isinstance(wanted, int) and name not in wanted:
-            raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
-        if name in nodes:
-            raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
-        if len(nodes) < count:
-            nodes[name], terms[name] = node, tuple(told)
-
-    hello = post.Hello(_config(protocol=PROTOCOL), timeout)
-    while (before := len(nodes)) < count:
-        hello.look(grid, set(grid.get_node_ids()), nodes.values(), take)
-        if len(nodes) == before:
-            missing = "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
-            hello.wait(f"{count - before} of {count} sites{missing}", timeout)
-    names = sorted(nodes)
-    if others := [name for name in names if terms[name] != terms[names[0]]]:
-        raise BadClients(
-            f"sites {names[0]!r} and {others[0]!r} have different terms, offsets or weights, "
-            f"{terms[names[0]]} and {terms[others[0]]}; ship the same app to all"
-        )
-    design, offset, weighing = terms[names[0]]
-    return RemoteSites(
-        grid=grid,
-        nodes={name: nodes[name] for name in names},
-        terms=wire.read(design),
-        offset=offset or None,
-        weighing=cast(Weighing, weighing),
-        timeout=timeout,
-        formula=formula,
-    )

@@ -2,6 +2,7 @@
 what can go wrong on the way.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+log = logging.getLogger(__name__)
 Alter = Callable[[int, Message, Message], Message | None]
 """(client, what was asked, its reply) -> the reply that arrives, None for none."""
 
@@ -74,6 +76,7 @@ class LocalGrid(Grid):
             try:
                 reply: Message | None = self.apps[node](message, self.context(node))
             except Exception as error:  # as Flower's runtime does with whatever an app raises
+                log.error("ClientApp raised an exception", exc_info=error)
                 reply = Message(
                     Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message
                 )

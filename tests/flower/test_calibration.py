@@ -59,14 +59,14 @@ def mute(client: int, later: bool = False) -> Alter:
     return lambda who, message, reply: (
         None
         if who == client
-        and message.metadata.message_type == "evaluate.survey"
+        and message.metadata.message_type == "query.survey"
         and not (later and asked(message, "whole"))
         else reply
     )
 
 
 def surveys(grid: Any) -> list[Message]:
-    return [message for message in grid.sent if message.metadata.message_type == "evaluate.survey"]
+    return [message for message in grid.sent if message.metadata.message_type == "query.survey"]
 
 
 def assert_as(found: Deployed, sim: Result) -> None:
@@ -169,7 +169,7 @@ def test_a_survey_begins_again(
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
         if (
-            message.metadata.message_type == "evaluate.survey"
+            message.metadata.message_type == "query.survey"
             and client == 2
             and not asked(message, "whole")
             and not lost

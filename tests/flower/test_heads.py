@@ -90,7 +90,7 @@ def test_what_is_asked_and_what_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     algorithm = bf.with_heads(trained)
     grid = grid_of(algorithm, bare.select(range(3)), tmp_path)
     found = deploy(algorithm, bare.select(range(3)), tmp_path, grid, start=first, rounds=0)
-    surveys = [m for m in grid.sent if m.metadata.message_type == "evaluate.survey"]
+    surveys = [m for m in grid.sent if m.metadata.message_type == "query.survey"]
     names = [asked(m, "survey") for m in surveys]
     more = len(names) - 6
     assert names == [HIERARCHY] * (3 + more) + [SCALED] * 3
@@ -103,7 +103,7 @@ def test_what_is_asked_and_what_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     grid = grid_of(algorithm, bare, tmp_path)
     later = deploy(algorithm, bare, tmp_path, grid, start=found, rounds=0, seed=9)
     assert_close(flatten(later.server), flatten(found.server))
-    assert not any(m.metadata.message_type == "evaluate.survey" for m in grid.sent)
+    assert not any(m.metadata.message_type == "query.survey" for m in grid.sent)
     assert_predicts(later, tmp_path, simulated(trained, bare.select(range(3))).heads().adapt(bare))
     sizes = {one.name: one.size for one in leaves(algorithm) if "head" in one.what}
     assert sizes["information"] == 8**2

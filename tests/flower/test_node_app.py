@@ -18,7 +18,7 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation.calibration import Temperature
 from bayesfl.federation.store import files
 from bayesfl.flower import client_app
-from bayesfl.flower.node_app import Refused
+from bayesfl.flower.post import Refused
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     asked,
@@ -81,7 +81,7 @@ def test_no_order_is_for_another(tmp_path: Path):
         if message.metadata.dst_node_id == 100
     }
     assert orders.pop("query")
-    assert orders.keys() == {"train", "evaluate", "evaluate.survey"}
+    assert orders.keys() == {"train", "evaluate", "query.survey"}
     for order in orders.values():
         with pytest.raises(Refused, match=r"client 0\b.*client 1\b.*client-id"):
             grid.apps[101](order, grid.context(101))

@@ -57,7 +57,7 @@ def test_it_is_asked_for_once_and_calibrated(parted: FederatedData, tmp_path: Pa
     grid = grid_of(algorithm, parted, tmp_path, calibration=steps)
     found = deploy(algorithm, parted, tmp_path, grid, calibration=steps)
     assert_predicts(found, tmp_path, sim)
-    surveys = [m for m in grid.sent if m.metadata.message_type == "evaluate.survey"]
+    surveys = [m for m in grid.sent if m.metadata.message_type == "query.survey"]
     assert [asked(m, "survey") for m in surveys].count(POOLED) == 4
     later = [m for m in surveys if asked(m, "survey") != POOLED]
     assert {"told" in m.content for m in later} == {True, False}

@@ -37,7 +37,7 @@ def test_nodes_that_go_are_forgotten(
 ):
     """Once the time is over that they had for saying who they are."""
     now = [0.0]
-    monkeypatch.setattr("bayesfl.flower.post.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bayesfl.flower.roster.time.monotonic", lambda: now[0])
     grid = grid_of(method("fedavg", model), clients, tmp_path)
     grid.alter = lambda client, message, reply: None
     roster = Roster(clients.clients, {}, patience=10.0)
@@ -45,7 +45,7 @@ def test_nodes_that_go_are_forgotten(
     grid.apps = {}
     for now[0], kept in ((9.0, clients.clients), (10.0, 0)):
         roster.look(grid)
-        assert len(roster._hello.pending) == len(roster._hello.again) == kept
+        assert len(roster._asked) == kept
 
 
 @pytest.mark.parametrize(

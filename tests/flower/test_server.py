@@ -589,7 +589,7 @@ def test_scores_that_are_no_numbers(
     liars: list[int] = [1]
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type != "evaluate.survey" or client not in liars:
+        if message.metadata.message_type != "query.survey" or client not in liars:
             return reply
         sums = records.unpack(reply.content, "answer", asked(reply, "digest"))
         reply.content["answer"], digest = records.pack({name: bad(t) for name, t in sums.items()})

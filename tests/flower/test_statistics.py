@@ -18,6 +18,7 @@ import bayesfl as bf
 from bayesfl.commands.main import main
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app, statistics
+from bayesfl.flower.post import Refused
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.mixed import Mixed
 from bayesfl.stats.policy import Policy, Refusal
@@ -200,11 +201,12 @@ def test_what_fails_is_told_by_its_kind_alone(tmp_path: Path, caplog: pytest.Log
     def breaks() -> None:
         grid.apps = {**grid.apps, NODES["north"]: app}
 
-    said = "Sums has no answer of site 'north': it failed with ValueError; its own log says more"
+    said = "Sums has no answer of site 'north': .*it failed with ValueError; its own log says more"
     without_north(grid, said, breaks)
     assert "patient 4711" in caplog.text
-    replies = app(grid.sent[0], grid.context(NODES["north"]))
-    assert records.config(replies.content) == {"failed": "ValueError"}
+    with pytest.raises(Refused) as told:
+        app(grid.sent[0], grid.context(NODES["north"]))
+    assert str(told.value) == "it failed with ValueError; its own log says more"
 
 
 def test_a_policy_refuses_by_the_rules_name_alone(tmp_path: Path):
@@ -215,7 +217,7 @@ def test_a_policy_refuses_by_the_rules_name_alone(tmp_path: Path):
     question = next(m for m in grid.sent if asks(m, "Sums") and m.metadata.dst_node_id == 102)
     reply = grid.apps[102](question, grid.context(102))
     assert {name: dict(part) for name, part in reply.content.items()} == {
-        "config": {"refused": "columns"}
+        "config": {"protocol": PROTOCOL, "refused": "columns"}
     }
     allowed = grid_of(tmp_path, policy='columns = ["age", "kind", "ill"]')
     analyse(allowed, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
@@ -273,8 +275,8 @@ def test_a_question_that_this_version_does_not_know(tmp_path: Path):
         settings = {"protocol": PROTOCOL, "survey": survey, "digest": digest, "place": 0}
         content = RecordDict({"config": ConfigRecord(settings), "state": state})
         message = Message(content, dst_node_id=100, message_type="query.survey")
-        reply = grid.apps[100](message, grid.context(100))
-        assert "failed" in records.config(reply.content)
+        with pytest.raises((records.RecordError, Refused)):
+            grid.apps[100](message, grid.context(100))
 
 
 def test_secure_sums_are_for_simulations(tmp_path: Path):
@@ -292,13 +294,14 @@ def test_who_is_waited_for(
     two = analyse(grid_of(tmp_path), lambda s: s.names, sites=["west", "east"], timeout=5.0)
     assert two == ("east", "west")
     assert "nobody waits for a site 'north'" in caplog.text
+    assert len(analyse(grid_of(tmp_path), lambda s: s.names, sites=2, timeout=5.0)) == 2
     grid = grid_of(tmp_path)
     grid.config = {**grid.config, 100: {"site": "east"}}
 
     def enough(seconds: float) -> None:
         raise Impatient
 
-    monkeypatch.setattr("bayesfl.flower.post.time.sleep", enough)
+    monkeypatch.setattr("bayesfl.flower.roster.time.sleep", enough)
     with pytest.raises(Impatient):
         analyse(grid, lambda s: s.names, sites=["west", "east"], timeout=5.0)
     assert "site 'east' is node" in caplog.text
@@ -317,7 +320,7 @@ def test_a_site_that_fails_ends_the_wait(
 
     clock, grid = sleeping(monkeypatch), grid_of(tmp_path)
     grid.apps = {**grid.apps, **{NODES[name]: site_app(load_tables) for name in broken}}
-    with pytest.raises(BadClients, match=r"node .*103: it failed with FileNotFoundError; its own"):
+    with pytest.raises(BadClients, match=r"node .*103: .*failed with FileNotFoundError; its own"):
         analyse(grid, lambda s: s.names, sites=wanted, timeout=60.0)
     assert 61 <= clock.monotonic() <= 63
 
@@ -349,13 +352,16 @@ def test_sites_that_come_late_are_waited_for(tmp_path: Path, monkeypatch: pytest
     assert clock.monotonic() >= 1050
 
 
-def test_sites_with_other_terms_are_refused(tmp_path: Path):
+def test_sites_with_other_terms_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As methods are, by the node's name; it has the time to be mended."""
+    sleeping(monkeypatch)
+
     def load_tables(context: Context) -> Tables:
         return bf.stats.tables({"east": frames()["east"]}, outcome="ill", terms=["age"])
 
     grid = grid_of(tmp_path)
     grid.apps = {**grid.apps, NODES["east"]: site_app(load_tables)}
-    with pytest.raises(BadClients, match="'east' and 'north' have different terms"):
+    with pytest.raises(BadClients, match=r"node 103: .*'west' and 'east' have different terms"):
         analyse(grid, lambda s: s.names, sites=4, timeout=5.0)
 
 
@@ -370,7 +376,9 @@ def of_formula(grid: LocalGrid, texts: dict[str, str]) -> LocalGrid:
     return grid
 
 
-def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(tmp_path: Path):
+def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The simulation's numbers to the bit; what arrived makes no design."""
     pytest.importorskip("formulaic", reason="formulaic is not installed")
     text = "ill ~ C(kind, levels=['a', 'b', 'c']):age + {age ** 2}"
@@ -391,8 +399,9 @@ def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(tmp_path: P
         found().predict(rows)
     with pytest.raises(ValueError, match="formula= is 'ill ~ age', but the sites' terms"):
         found(formula="ill ~ age").predict(rows)
+    sleeping(monkeypatch)
     grid = of_formula(grid_of(tmp_path / "other"), {"": text, "north": "ill ~ age"})
-    with pytest.raises(BadClients, match="'east' and 'north' have different terms"):
+    with pytest.raises(BadClients, match=r"node 101: .*'west' and 'north' have different terms"):
         found(formula=text)
 
 
@@ -466,7 +475,7 @@ def test_a_table_that_changes_during_a_run_ends_it(change: Callable[..., Any], t
     if change is longer:
         assert analyse(grid, fit, sites=4, timeout=5.0).equals(fit(sites("binomial")))
     else:
-        said = "Likelihood has no answer of site 'south': it failed with another table than"
+        said = "Likelihood has no answer of site 'south': .*another table than that of which"
         with pytest.raises(BadClients, match=said):
             analyse(grid, fit, sites=4, timeout=5.0)
 
@@ -486,7 +495,7 @@ def test_a_node_without_a_folder_refuses_at_its_start(
         return found
 
     monkeypatch.setattr(grid, "context", without)
-    with pytest.raises(BadClients, match="it failed with no folder for its ledger of what it was"):
+    with pytest.raises(BadClients, match="no folder for its ledger of what it was"):
         analyse(grid, lambda s: s.names, sites=4, timeout=5.0)
 
 

@@ -19,7 +19,7 @@ import bayesfl as bf
 from tests.cases import federation
 
 # The package holds the function under this name.
-module = importlib.import_module("bayesfl.federation.run.simulation")
+module = importlib.import_module("bayesfl.federation.run.driver")
 
 
 def algorithm() -> bf.Algorithm:

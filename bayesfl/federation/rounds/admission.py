@@ -22,7 +22,7 @@ Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor that a client sends, by its dotted name."""
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the messages between client and server."""
 
 

@@ -32,7 +32,7 @@ from tests.cases import CASES, Case, with_batch_norm
 from tests.federation.made import OTHER, SECRET, fedavg, privately, reads_replies, run, state
 
 # `bf.simulate` is the function.
-simulation = importlib.import_module("bayesfl.federation.run.simulation")
+driver = importlib.import_module("bayesfl.federation.run.driver")
 
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is an extra")
@@ -277,7 +277,7 @@ def test_every_method_is_taken_or_refused_with_the_remedy(
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
     algorithm = case(model)
     if words := refusal(algorithm):
-        monkeypatch.setattr(simulation, "run_round", None)  # refused before the first
+        monkeypatch.setattr(driver, "run_round", None)  # refused before the first
         with pytest.raises(ValueError, match=words):
             privately(algorithm, clients, rule)
         return
@@ -298,7 +298,7 @@ def test_weights_that_are_data_are_replaced_where_told(
     rule = replace(plain, weights=[1.0] * 7)
     silent = replace(algorithm, reports={}, combine=bf.Algorithm.combine)
     assert privately(silent, clients, rule).history["releases"].tolist() == [1, 2, 3]
-    monkeypatch.setattr(simulation, "run_round", None)
+    monkeypatch.setattr(driver, "run_round", None)
     reading = replace(
         fedavg(model),
         combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}},

@@ -50,7 +50,7 @@ COARSE = 2.0**-10
 
 
 # `bf.simulate` is the function.
-simulation = importlib.import_module("bayesfl.federation.run.simulation")
+driver = importlib.import_module("bayesfl.federation.run.driver")
 
 
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
@@ -234,7 +234,7 @@ def test_every_method_is_taken_or_refused_with_the_remedy(
     """
     algorithm = case(model)
     if words := refusal(algorithm):
-        monkeypatch.setattr(simulation, "run_round", None)
+        monkeypatch.setattr(driver, "run_round", None)
         with pytest.raises(ValueError, match=words):
             run(algorithm, clients, aggregation=SecureSum())
         return
