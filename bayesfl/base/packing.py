@@ -5,6 +5,7 @@ Nothing is pickled. Of objects, only data classes of bayesfl travel, by their fi
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 OWN = "bayesfl."
 """The beginning of the modules whose data classes travel."""
 
@@ -40,35 +42,23 @@ def packed(value: Any) -> Tensor:
     return torch.cat([torch.from_numpy(head.copy()), *parts])
 
 
-def unpacked(data: Tensor, device: torch.device | str = "cpu") -> Any:
-    """Return the value that `packed` made bytes of.
-
-    Args:
-        data: The bytes, [n] uint8.
-        device: Where tensors lie that lay on a GPU.
-    """
+def unpacked(data: Tensor) -> Any:
+    """Return the value that `packed` made bytes of; what lay on a GPU lies on this process's."""
     start = 8 + int(data[:8].clone().view(torch.int64))
     said = json.loads(data[8:start].numpy().tobytes())
-    return _made(said, data, [start], torch.device(device))
+    return _made(said, data, [start])
 
 
 def _said(value: Any, parts: list[Tensor]) -> Any:
     """Return what JSON says of a value, whose bytes are added to `parts`."""
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):
-        return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        parts.append(
-            flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-        )
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": dtype, "shape": list(value.shape), "on": value.device.type}
-    if isinstance(value, np.ndarray | np.generic):
-        array = np.ascontiguousarray(value)
-        parts.append(torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy()))
-        return {"array": array.dtype.str, "shape": list(np.shape(value))}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
+        return value
+    if isinstance(value, Tensor | np.ndarray):
+        t = torch.as_tensor(value).detach()
+        parts.append(t.cpu().contiguous().reshape(-1).view(torch.uint8) if t.numel() else NOTHING)
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        return {kind: str(t.dtype).removeprefix("torch."), "shape": t.shape, "on": t.device.type}
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_said(one, parts) for one in value]}
@@ -81,40 +71,27 @@ def _said(value: Any, parts: list[Tensor]) -> Any:
     return {"class": [kind.__module__, kind.__qualname__], "fields": known}
 
 
-def _made(said: Any, data: Tensor, at: list[int], device: torch.device) -> Any:
+def _made(said: Any, data: Tensor, at: list[int]) -> Any:
     """Return the value of which JSON says this, whose bytes begin `at` a place that moves on."""
     if not isinstance(said, Mapping):
         return said
-    if "tensor" in said:
-        kind, shape = getattr(torch, said["tensor"]), said["shape"]
-        size = torch.Size(shape).numel() * kind.itemsize
-        flat = _bytes(data, at, size).view(kind) if size else torch.empty(0, dtype=kind)
-        return flat.reshape(shape).to("cpu" if said["on"] == "cpu" else device)
-    if "array" in said:
-        kind, shape = np.dtype(said["array"]), tuple(said["shape"])
-        size = int(np.prod(shape, dtype=int)) * kind.itemsize
-        return _bytes(data, at, size).numpy().view(kind).reshape(shape)[()]
-    if "bytes" in said:
-        return bytes.fromhex(said["bytes"])
+    if "tensor" in said or "array" in said:
+        kind = getattr(torch, said.get("tensor", said.get("array")))
+        at[0] += (size := math.prod(said["shape"]) * kind.itemsize)
+        # A copy is aligned as any type must be.
+        flat = data[at[0] - size : at[0]].clone().view(kind) if size else NOTHING.to(kind)
+        found = flat.reshape(said["shape"])
+        return found.numpy() if "array" in said else found.to(said["on"])
     if "tuple" in said or "list" in said:
-        found = [_made(one, data, at, device) for one in said.get("tuple", said.get("list"))]
+        found = [_made(one, data, at) for one in said.get("tuple", said.get("list"))]
         return tuple(found) if "tuple" in said else found
     if "mapping" in said:
-        return {
-            _made(key, data, at, device): _made(one, data, at, device)
-            for key, one in said["mapping"]
-        }
+        return {_made(key, data, at): _made(one, data, at) for key, one in said["mapping"]}
     module, name = said["class"]
     if not module.startswith(OWN):
         raise TypeError(f"ranks send data classes of bayesfl to each other, not {module}.{name}")
     kind = attrgetter(name)(import_module(module))
     value = object.__new__(kind)
     for key, one in said["fields"].items():
-        object.__setattr__(value, key, _made(one, data, at, device))
+        object.__setattr__(value, key, _made(one, data, at))
     return value
-
-
-def _bytes(data: Tensor, at: list[int], size: int) -> Tensor:
-    """Return a copy of the next bytes, which is aligned as any type must be."""
-    at[0] += size
-    return data[at[0] - size : at[0]].clone()

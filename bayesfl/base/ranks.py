@@ -6,6 +6,7 @@ shows none, or ends, the run ends at all ranks.
 """
 
 import atexit
+import itertools
 import math
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
@@ -37,6 +38,8 @@ FOREVER = timedelta(days=20)
 """How long a rank waits for another that shows life."""
 FEW = 10
 """Number of clients that a message names."""
+AROUND = ("bayesfl.base.", "bayesfl.engine.processes")
+"""Modules of functions around a call of the user's, which do not name it."""
 ENDED = "ended"
 """The last sign of a rank that has ended as it should."""
 OF_PROCESS = "BAYESFL_RANK_OF"
@@ -53,31 +56,26 @@ class Alone:
     Attributes:
         rank: The number of this process, from 0.
         size: Number of processes.
-        near: Number of them on this machine.
+        near: Number of them on each machine.
         limit: Seconds without a sign of life after which a rank is lost.
     """
 
     rank, size, near, limit = 0, 1, 1, LIMIT
 
-    def every(self, make: Callable[[], T], what: str) -> list[T]:
+    def every(self, make: Callable[[], T]) -> list[T]:
         """Return what `make` gives at every rank, in their order; an error at one is raised at all.
-
-        Args:
-            make: It runs at each rank.
-            what: The call that asks for it, in a word; all ranks must make the same.
 
         Raises:
             LostRankError: A rank has ended, or makes another call.
         """
         return [make()]
 
-    def relay(self, state: T, step: Callable[[T], T], what: str) -> T:
+    def relay(self, state: T, step: Callable[[T], T]) -> T:
         """Return what `step` makes of a state at one rank after the other, in their order.
 
         Args:
             state: The state at the start, that of rank 0.
             step: It runs at each rank, with what the rank before has left.
-            what: As in `every`.
 
         Raises:
             LostRankError: As by `every`.
@@ -95,24 +93,27 @@ class Alone:
 
     def copied(self, tree: T) -> T:
         """Return a copy of a nest of tensors, which the ranks of one machine hold once, in mapped
-        memory.
+        memory, where it is not on a GPU.
         """
         return tree_map_only(Tensor, torch.clone, tree)
+
+    def shares(self, device: torch.device) -> bool:
+        """Say whether what one rank writes into such a copy is in that of all others."""
+        return True
 
     def hold(self, held: Callable[[int], list[str]]) -> None:
         """Remember what says which clients a rank trains, for a message about its loss."""
 
 
 class Ranks(Alone):
-    """The ranks of a run.
+    """The ranks of a run; see `Alone`.
 
     Args:
         store: The store in which they meet.
         rank: The number of this process, from 0.
         size: Number of processes, > 1.
         near: Number of ranks on each machine, neighbours all of them.
-        lost: What is done where another rank is lost, with the message; it ends the process.
-        options: Options of gloo; None for its own.
+        lost: What is done with the message where another rank is lost; it ends what waits for it.
     """
 
     def __init__(
@@ -121,18 +122,16 @@ class Ranks(Alone):
         rank: int,
         size: int,
         near: int,
-        *,
         lost: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.size, self.near, self.limit = rank, size, near, LIMIT
         self._store, self._lost = distributed.PrefixStore("bayesfl", store), lost or _end
         self._held: Callable[[int], list[str]] = lambda _: []
-        self._calls = 0
+        self._calls, self._over = 0, threading.Event()
         self._store.set(f"life-{rank}", "")
         self._group = distributed.ProcessGroupGloo(
             distributed.PrefixStore("gloo", self._store), rank, size, FOREVER
         )
-        self._over = threading.Event()
         signs = distributed.PrefixStore("bayesfl", store.clone())
         self._life = threading.Thread(target=self._watch, args=(signs,), daemon=True)
         self._life.start()
@@ -146,93 +145,98 @@ class Ranks(Alone):
             self._store.set(f"life-{self.rank}", ENDED)
         self._group = None
 
-    def every(self, make: Callable[[], T], what: str) -> list[T]:
+    def every(self, make: Callable[[], T]) -> list[T]:
         """Return what `make` gives at every rank; see `Alone.every`."""
-        value, error = _tried(make)
-        message = packed(self._call(what) | {"value": value, "error": _told(error)})
+        about, (value, error) = self._call(), _tried(make)
+        message = packed(about | {"value": value, "error": _told(error)})
         if self.rank:
             self._send(message, 0)
-            messages = unpacked(self._receive(0))
-        else:
-            messages = [message, *map(self._receive, range(1, self.size))]
-            whole = packed(messages)
-            for other in range(1, self.size):
-                self._send(whole, other)
-        found = [unpacked(one, self._device) for one in messages]
-        self._compare([(one["call"], one["what"]) for one in found])
-        for number, one in enumerate(found):
-            _raise(one["error"], error if number == self.rank else None, number)
-        found[self.rank]["value"] = value
-        return [one["value"] for one in found]
+        found = [message, *(self._receive(r) for r in range(1, self.size) if not self.rank)]
+        found = [unpacked(one) for one in unpacked(self._spread(packed(found), 0))]
+        self._compare(found, error)
+        for rank, one in enumerate(found):
+            _raise(one["error"], error if rank == self.rank else None)
+        return [value if r == self.rank else one["value"] for r, one in enumerate(found)]
 
-    def relay(self, state: T, step: Callable[[T], T], what: str) -> T:
+    def relay(self, state: T, step: Callable[[T], T]) -> T:
         """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
-        about = self._call(what)
-        before = unpacked(self._receive(self.rank - 1), self._device) if self.rank else None
-        own = None
-        if before is None or (before["error"] is None and before["what"] == what):
-            given = state if before is None else before["value"]
-            value, own = _tried(lambda: step(given))
-            before = about | {"value": value, "error": _told(own), "rank": self.rank}
-        last = self.size - 1
+        about, last, error = self._call(), self.size - 1, None
+        now = about | {"value": state, "error": None, "rank": 0}
+        if self.rank:
+            now = unpacked(self._receive(self.rank - 1))
+        if now["error"] is None and now["call"] == about["call"]:
+            value, error = _tried(lambda: step(now["value"]))
+            now |= {"value": value, "error": _told(error), "rank": self.rank}
+        message = packed(now)
         if self.rank < last:
-            self._send(packed(before), self.rank + 1)
-        else:
-            whole = packed(before)
-            for other in range(last):
-                self._send(whole, other)
-        after = before if self.rank == last else unpacked(self._receive(last), self._device)
-        self._compare([(after["call"], after["what"]), (about["call"], what)])
-        _raise(after["error"], own, after["rank"])
-        return after["value"]
+            self._send(message, self.rank + 1)
+        done = unpacked(self._spread(message, last))
+        self._compare([about, done], error)
+        _raise(done["error"], error if done["rank"] == self.rank else None)
+        return done["value"]
 
     def dealt(self, costs: Sequence[float], rank: int | None = None) -> slice:
         """Return which of some chunks a rank computes; see `Alone.dealt`."""
         rank = self.rank if rank is None else rank
         ends = np.cumsum([0.0, *costs])
         middles = (ends[1:] + ends[:-1]) / 2 * self.size / max(ends[-1], math.ulp(0.0))
-        first, after = np.searchsorted(middles, [rank, rank + 1])
-        return slice(int(first), int(after))
+        return slice(*np.searchsorted(middles, [rank, rank + 1]).tolist())
 
     def copied(self, tree: T) -> T:
         """Return a copy of a nest of tensors, held once; see `Alone.copied`."""
         if self.near == 1:
             return super().copied(tree)
         leads = self.rank % self.near == 0
-        paths = self.every(lambda: _folder(tree) if leads else "", "copies")
-        folder = Path(paths[self.rank - self.rank % self.near])
-        count = iter(range(sys.maxsize))
+        folders = self.every(lambda: _folder(tree) if leads else "")
+        folder, count = Path(folders[self.rank - self.rank % self.near]), itertools.count()
 
         def mapped(t: Tensor) -> Tensor:
-            name, size = str(folder / str(next(count))), t.numel()
-            if t.is_cuda or not size:
+            if t.is_cuda or not t.numel():
                 return t.clone()
-            found = torch.from_file(name, shared=True, size=size, dtype=t.dtype).view(t.shape)
+            name = str(folder / str(next(count)))
+            found = torch.from_file(name, shared=True, size=t.numel(), dtype=t.dtype).view(t.shape)
             return found.copy_(t) if leads else found
 
-        made = self.every(lambda: tree_map_only(Tensor, mapped, tree), "copies")[self.rank]
+        made = self.every(lambda: tree_map_only(Tensor, mapped, tree))[self.rank]
         if leads:
             shutil.rmtree(folder)
         return made
 
+    def shares(self, device: torch.device) -> bool:
+        """Say whether ranks write into the same copy; see `Alone.shares`."""
+        return self.near == self.size and device.type == "cpu"
+
     def hold(self, held: Callable[[int], list[str]]) -> None:
-        """Remember what says which clients a rank holds; see `Alone.hold`."""
+        """Remember what says which clients a rank trains; see `Alone.hold`."""
         self._held = held
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _call(self, what: str) -> dict[str, Any]:
+    def _call(self) -> dict[str, Any]:
+        """Return the number of this exchange, and the call of the user's that it is part of."""
         self._calls += 1
-        return {"call": self._calls, "what": what}
+        name, frame = "", sys._getframe()
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__"))
+            if module.startswith(OWN) and not module.startswith(AROUND):
+                name = frame.f_code.co_name
+            frame = frame.f_back
+        return {"call": [self._calls, name]}
 
-    def _compare(self, calls: Sequence[tuple[int, str]]) -> None:
-        if len(set(calls)) > 1:
-            raise LostRankError(
-                f"ranks make other calls at once: {', '.join(what for _, what in calls)}; each "
+    def _compare(self, found: Sequence[Mapping[str, Any]], error: Exception | None) -> None:
+        calls = [one["call"] for one in found]
+        if any(call != calls[0] for call in calls):
+            raise error or LostRankError(
+                f"ranks make other calls at once: {', '.join(name for _, name in calls)}; each "
                 "must make the same calls in the same order, on the same data"
             )
+
+    def _spread(self, data: Tensor, root: int) -> Tensor:
+        """Return the bytes of one rank, at all of them."""
+        if self.rank != root:
+            return self._receive(root)
+        for other in range(self.size):
+            if other != root:
+                self._send(data, other)
+        return data
 
     def _send(self, data: Tensor, other: int) -> None:
         with self._spoken(other):
@@ -240,11 +244,9 @@ class Ranks(Alone):
             self._group.send([data], other, 0).wait()
 
     def _receive(self, other: int) -> Tensor:
-        length = torch.zeros(1, dtype=torch.int64)
         with self._spoken(other):
-            self._group.recv([length], other, 0).wait()
-            data = torch.empty(int(length), dtype=torch.uint8)
-            self._group.recv([data], other, 0).wait()
+            self._group.recv([length := torch.zeros(1, dtype=torch.int64)], other, 0).wait()
+            self._group.recv([data := torch.empty(int(length), dtype=torch.uint8)], other, 0).wait()
         return data
 
     @contextmanager
@@ -264,9 +266,9 @@ class Ranks(Alone):
         more = f" and {len(held) - FEW} more" * (len(held) > FEW)
         trained = f"; it trained {', '.join(held[:FEW])}{more}" * bool(held)
         return (
-            f"rank {other} of {self.size} {what}{trained}. A run with "
-            "checkpoint= goes on by the same command; a call that all ranks must make, such as "
-            "simulate or predict, must not stand behind `if bf.rank() == 0`"
+            f"rank {other} of {self.size} {what}{trained}. A run with checkpoint= goes on by the "
+            "same command; a call that all ranks must make, such as simulate or predict, must not "
+            "stand behind `if bf.rank() == 0`"
         )
 
     def _watch(self, store: distributed.Store) -> None:
@@ -279,13 +281,13 @@ class Ranks(Alone):
                     now = store.get(f"life-{other}").decode()
                     if now != sign or now == ENDED:
                         seen[other] = (now, time.monotonic())
-            silent = {r: time.monotonic() - since for r, (_, since) in seen.items()}
-            other = max(silent, key=lambda r: silent[r])
-            if silent[other] > self.limit:
-                if other // self.near == self.rank // self.near and seen[other][0]:
+            other = min(seen, key=lambda rank: seen[rank][1])
+            sign, since = seen[other]
+            if time.monotonic() - since > self.limit:
+                if other // self.near == self.rank // self.near and sign:
                     # Torchrun waits half a minute for one that is stopped.
-                    os.kill(int(seen[other][0].split()[0]), signal.SIGKILL)
-                self._lost(self._named(other, f"has shown no life for {silent[other]:.0f} s"))
+                    os.kill(int(sign.split()[0]), signal.SIGKILL)
+                self._lost(self._named(other, f"has shown no life for {self.limit:.0f} s"))
 
 
 ALONE = Alone()
@@ -366,33 +368,22 @@ def _told(error: Exception | None) -> Any:
     """Return what is sent of an error; of a class that is not bayesfl's or Python's, the words."""
     if error is None:
         return None
-    kind, about = type(error), vars(error) | {"result": None, "__notes__": []}
-    own = kind.__module__.startswith(OWN) or kind.__module__ == "builtins"
+    kind = type(error)
+    own = kind.__module__.startswith((OWN, "builtins"))
     return {
-        "module": kind.__module__ if own else "builtins",
-        "name": kind.__qualname__ if own else "RuntimeError",
+        "kind": (kind.__module__, kind.__qualname__) if own else ("builtins", "RuntimeError"),
         "said": str(error) if own else f"{kind.__qualname__}: {error}",
-        "about": {key: value for key, value in about.items() if _is_plain(value)},
+        "about": {key: t for key, t in vars(error).items() if isinstance(t, int | str | dict)},
     }
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        packed(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _raise(told: Any, own: Exception | None, rank: int) -> None:
+def _raise(told: Any, own: Exception | None) -> None:
     """Raise the error of a rank, if there is one: its own, or one of the same class and words."""
     if own is not None:
         raise own
-    if told is None:
-        return
-    kind = getattr(sys.modules.get(told["module"]), told["name"], RuntimeError)
-    error = kind.__new__(kind, told["said"])
-    error.args = (told["said"],)
-    vars(error).update(told["about"])
-    error.add_note(f"raised at rank {rank}")
-    raise error
+    if told is not None:
+        module, name = told["kind"]
+        kind = getattr(sys.modules.get(module), name, RuntimeError)
+        error = kind.__new__(kind, told["said"])
+        error.__dict__ |= dict.fromkeys(("client", "phase", "result")) | told["about"]
+        raise error

@@ -40,17 +40,10 @@ def apart(phase: Any) -> AbstractContextManager[Any]:
 class Crew:
     """A pool of `workers` threads at each rank; leaving its context restores torch's own number of
     threads.
-
-    Args:
-        workers: Number of threads.
-        device: The device that computes.
-        what: The call for which they work, in a word.
     """
 
-    def __init__(
-        self, workers: int, device: torch.device = torch.device("cpu"), what: str = "simulate"
-    ) -> None:
-        self._workers, self._device, self._what = workers, device, what
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self.ranks: Alone = current()
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
@@ -68,22 +61,6 @@ class Crew:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
-
-    def every(self, make: Callable[[], Outcome]) -> list[Outcome]:
-        """Return what `make` gives at every rank, in their order; an error at one is raised at
-        all.
-        """
-        return self.ranks.every(make, self._what)
-
-    def relay(self, state: Outcome, step: Callable[[Outcome], Outcome]) -> Outcome:
-        """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
-        return self.ranks.relay(state, step, self._what)
-
-    @property
-    def shares(self) -> bool:
-        """Say whether all ranks write into the same memory."""
-        ranks = self.ranks
-        return ranks.size == 1 or (ranks.near == ranks.size and self._device.type == "cpu")
 
     def over(
         self,
@@ -104,7 +81,7 @@ class Crew:
             yield from self.own(items, work)
             return
         mine = items[self.ranks.dealt([1.0] * len(items) if costs is None else costs)]
-        for found in self.every(lambda: list(self.own(mine, work))):
+        for found in self.ranks.every(lambda: list(self.own(mine, work))):
             yield from found
 
     def own(self, items: Sequence[Item], work: Callable[[Item], Outcome]) -> Iterator[Outcome]:

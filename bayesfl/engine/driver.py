@@ -114,10 +114,10 @@ class Engine:
         )
         return max(1, cores // max(current().near, self.processes or 1))
 
-    def crew(self, device: torch.device, what: str = "simulate") -> Crew:
+    def crew(self, device: torch.device) -> Crew:
         """Return the worker threads for the chunks of a call, which all ranks make."""
         current().limit = self.lost_after
-        return Crew(self.worker_count(device), device, what)
+        return Crew(self.worker_count(device))
 
     def choose(
         self,

@@ -348,9 +348,8 @@ class _PrivateRun:
     def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
         # That of rank 0, as all ranks draw the same cohort.
-        (self.secret, *_) = current().every(
-            lambda: rule.secret or secrets.token_bytes(32), "simulate"
-        )
+        told, *_ = current().every(lambda: (rule.secret or secrets.token_bytes(32)).hex())
+        self.secret = bytes.fromhex(told)
         self.p = result.settings.participation
         self.clients = result.data.clients
         self.rounds = result.settings.rounds

@@ -86,16 +86,16 @@ class OneMachine:
         predictions; see `Transport.commit`.
         """
         out = list(dropped)
-        private, crew, local = self._state.private, self._crew, self._local
+        private, ranks, local = self._state.private, self._crew.ranks, self._local
         for ids, old in self._undo:
             if (back := np.isin(ids, out)).any():
                 write_rows(private, ids[back], read_rows(old, np.flatnonzero(back)))
         mine = np.concatenate([ids for ids, _ in self._undo] or [np.empty(0, np.int64)])
-        told = crew.every(
+        told = ranks.every(
             lambda: (
                 {**self.seconds, **self.traffic, "apart": self.apart},
                 self._seen,
-                None if crew.shares else (mine, read_rows(private, mine)),
+                None if ranks.shares(local.train.device) else (mine, read_rows(private, mine)),
             )
         )
         spent = {name: math.fsum(one[name] for one, _, _ in told) for name in told[0][0]}

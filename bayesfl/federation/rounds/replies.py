@@ -363,7 +363,7 @@ class ReplyFilter:
         """
         ranks, known = current(), (self.dropped, self._norms, self._sizes)
         self.dropped, self._norms, self._sizes = {}, {}, {}
-        for dropped, norms, sizes in ranks.every(lambda: known, "simulate"):
+        for dropped, norms, sizes in ranks.every(lambda: known):
             self.dropped, self._norms = dropped | self.dropped, self._norms | norms
             for name, each in sizes.items():
                 self._sizes.setdefault(name, {}).update(each)
@@ -374,7 +374,7 @@ class ReplyFilter:
                 "round %d: %s is left out: %s", self._round + 1, called(client, self._names), reason
             )
         self._sum.total, self.taken, self._losses = ranks.relay(
-            (self._sum.total, self.taken, self._losses), self._passed_on, "simulate"
+            (self._sum.total, self.taken, self._losses), self._passed_on
         )
         return list(self.dropped)
 

@@ -184,7 +184,7 @@ def run_round(
                     filter.drop(answer.client, answer.reason)
                     lost.update([answer.client] if answer.lost else [])
 
-        current().every(take, "simulate")
+        current().every(take)
         dropped = filter.close()
         if dropped and not admission.skips:
             bad = "; ".join(
@@ -212,7 +212,7 @@ def run_round(
     row = {
         "round": number + 1,
         "cohort": filter.taken,
-        "seconds": current().every(perf_counter, "simulate")[0] - start - transport.apart,
+        "seconds": current().every(perf_counter)[0] - start - transport.apart,
         **transport.seconds,
     }
     row |= {"train_nll": filter.loss(), **counted} | (

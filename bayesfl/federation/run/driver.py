@@ -184,7 +184,7 @@ def _told(callbacks: Sequence[Callback], run: Run) -> bool:
         return any(said)
 
     try:
-        return any(current().every(call, "simulate"))
+        return any(current().every(call))
     except Exception as error:  # a user's function may raise anything; it is passed on
         error.add_note(
             f"raised by a callback after round {run.round}; the run so far is this error's "

@@ -184,7 +184,7 @@ class Result(Run):
             return known
         tuning.check_tunable(self.algorithm, tuning.tunable(self.data))
         data = self.data.to(self.device, self.dtype)
-        with self.engine.crew(self.device, "predict") as crew:
+        with self.engine.crew(self.device) as crew:
             here = Here(self.local(data.train), self.state, data, crew, aggregation)
             return answered(self.algorithm, self.server, known, here)
 
@@ -309,7 +309,7 @@ class Result(Run):
         local = self.local(train)
         # The means of beliefs need no answers; those of clients' own heads have them.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
-        with self.engine.crew(self.device, "predict") as crew:
+        with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
         return tuple(
             surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
@@ -558,7 +558,7 @@ class Result(Run):
         server = algorithm.newcomers(self.server, novel.clients)
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
-        with self.engine.crew(self.device, "adapt") as crew:
+        with self.engine.crew(self.device) as crew:
             self.local(moved.train).adapt(State(server, private, self.round), crew)
         new = replace(
             self,

@@ -377,7 +377,7 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
                     ) from error
             remove_leftovers(made, ".safetensors")
 
-        current().every(claim, "simulate")
+        current().every(claim)
         yield _rounds(made)
 
 

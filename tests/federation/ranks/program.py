@@ -1,0 +1,219 @@
+"""What a user's script does, as digests: the same lines on one process and on torchrun's ranks.
+
+`python -m tests.federation.ranks.program FILE [NAME ...]` writes what rank 0 finds.
+"""
+
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bayesfl as bf
+from bayesfl.federation.clients.local import Local
+from bayesfl.federation.run.result import Result
+from tests.cases import CASES, federation
+from tests.contract.test_after import CHOSEN, STEPS, digest, network
+from tests.contract.test_after import clients as asked
+
+ENGINE = bf.Engine(chunk=2, workers=1)
+"""Seven clients are four chunks."""
+FOLDER: list[str] = []
+"""The folder of files, which all ranks see."""
+
+
+def run(method: bf.Algorithm, **options: Any) -> Result:
+    """A short run of seven clients."""
+    given: dict[str, Any] = {"rounds": 2, "seed": 1, "engine": ENGINE, "progress": False}
+    return bf.simulate(method, federation(), **{**given, **options})
+
+
+def told(result: Result) -> list[Any]:
+    """What a result says of its state, its history and its predictions."""
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("seconds")}
+        for row in result.history
+    ]
+    predicted = digest({"probs": result.predict().probs})
+    return [digest(result.server), digest(result.private), rows, predicted]
+
+
+def model() -> torch.nn.Module:
+    """The same network each time."""
+    torch.manual_seed(0)
+    return bf.models.mlp(8, hidden=4, outputs=3)
+
+
+def fedavg(**options: Any) -> bf.Algorithm:
+    """FedAvg of small batches."""
+    return bf.algorithms.fedavg(model(), epochs=1, batch_size=8, **options)
+
+
+def calibrated() -> Any:
+    """Steps of calibration, of which one is a choice, and an audit."""
+    result = bf.simulate(
+        bf.algorithms.fedavg_ft(network(), epochs=1, batch_size=20, finetune_epochs=1),
+        asked(7), rounds=1, engine=ENGINE, progress=False,
+    )  # fmt: skip
+    found = [told(result.calibrate(*steps)) for steps in (STEPS, CHOSEN)]
+    return [*found, repr(result.audit())]
+
+
+def adapted() -> Any:
+    """New clients, by a method that adapts them."""
+    result = run(bf.algorithms.pfedvem(model(), head_epochs=1, body_epochs=1, batch_size=8))
+    return told(result.adapt(federation()))
+
+
+def stopped() -> Any:
+    """A run that a callback ends, whose best state is returned."""
+    early = bf.callbacks.EarlyStopping("train_nll", patience=1, lowest=False, keep="best")
+    return told(run(fedavg(), rounds=6, on_round=[early]))
+
+
+def resumed() -> Any:
+    """A run that goes on from a file, which rank 0 has written."""
+    run(fedavg(), checkpoint=FOLDER[0])
+    return told(run(fedavg(), rounds=3, checkpoint=FOLDER[0]))
+
+
+def diverged() -> Any:
+    """An error of one chunk."""
+    try:
+        run(fedavg(optimiser=bf.optim.SGD(1e30)))
+    except bf.DivergenceError as error:
+        return [str(error), error.client, error.result.round]
+
+
+def failed() -> Any:
+    """An error of a user's function at one client."""
+
+    def measure(predictions: Any, labels: Any) -> float:
+        raise KeyError("measure")
+
+    try:
+        run(fedavg(), measures={"own": measure})
+    except KeyError as error:
+        return str(error)
+
+
+def private() -> Any:
+    """Noise and a cohort by one secret, that of rank 0."""
+    noise = bf.ClientPrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-2)
+    runs = [run(fedavg(), participation=0.5, aggregation=noise) for _ in range(2)]
+    assert digest(runs[0].server) != digest(runs[1].server)
+    return len(runs)
+
+
+def surveyed() -> Any:
+    """Sums over rows, and a regression."""
+    return [repr(bf.survey(Rows(), federation()))]
+
+
+class Rows:
+    """Count the rows of all clients."""
+
+    split = "train"
+
+    def start(self, about: Any) -> Any:
+        """Begin with nothing."""
+        return {}
+
+    def shapes(self, state: Any) -> Any:
+        """Return the shape of the sum."""
+        return {"n_rows": ()}
+
+    def answer(self, state: Any, local: Any) -> Any:
+        """Return each client's number of rows."""
+        return {"n_rows": torch.tensor([len(y) for _, y in local])}
+
+    def solve(self, state: Any, total: Any) -> Any:
+        """Return the sum."""
+        return total, True
+
+
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "lost and altered": lambda: told(run(fedavg(), rounds=4, faults=bf.faults.at_random(0.3))),
+    "repeated": lambda: told(
+        run(
+            fedavg(),
+            rounds=3,
+            faults=bf.faults.at_random(0.5, kinds=("lost",)),
+            admission=bf.Admission("skip", min_clients=3, below_minimum="repeat"),
+        )
+    ),
+    "secure": lambda: told(run(fedavg(), aggregation=bf.SecureSum())),
+    "secure, lost": lambda: told(
+        run(
+            fedavg(),
+            aggregation=bf.SecureSum(),
+            faults=bf.faults.at_random(0.3, kinds=("lost",)),
+            admission=bf.Admission("skip", max_norm=None),
+        )
+    ),
+    "private": lambda: told(
+        run(
+            fedavg(),
+            aggregation=bf.ClientPrivacy(
+                clip=1.0, noise_multiplier=1.0, delta=1e-2, secret=bytes(range(32))
+            ),
+        )
+    ),
+    "private, own secret": private,
+    "calibrated": calibrated,
+    "laplace": lambda: told(run(fedavg()).laplace()),
+    "heads": lambda: told(run(bf.with_heads(fedavg()))),
+    "tuned": lambda: told(
+        bf.simulate(
+            bf.algorithms.fedsi_full(
+                network(), steps=3, batch_size=20, finetune_steps=3, predictive_precision=None
+            ),
+            asked(5),
+            rounds=1,
+            engine=ENGINE,
+            progress=False,
+        )
+    ),
+    "all train": lambda: told(
+        run(
+            bf.algorithms.pfedvem(model(), head_epochs=1, body_epochs=1, batch_size=8),
+            participation=0.5,
+            train="all",
+        )
+    ),
+    "adapted": adapted,
+    "stopped": stopped,
+    "resumed": resumed,
+    "diverged": diverged,
+    "failed": failed,
+    "surveyed": surveyed,
+}
+EVERY = SPECIAL | {str(case): lambda case=case: told(run(case(model()))) for case in CASES}
+
+
+def found(names: list[str], folder: str) -> dict[str, Any]:
+    """What each of some cases says, as JSON gives it back; all of them for no names."""
+    FOLDER[:] = [folder]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    made = {name: EVERY[name]() for name in names or EVERY}
+    return json.loads(json.dumps(made, default=repr))
+
+
+if __name__ == "__main__":
+    steps: Counter[int] = Counter()
+    train = Local.run
+
+    def counted(self: Local, stage: Any, ids: np.ndarray, *more: Any, **options: Any) -> Any:
+        """Run a chunk, and count its clients."""
+        steps.update(ids.tolist())
+        return train(self, stage, ids, *more, **options)
+
+    Local.run = counted
+    said = found(sys.argv[2:], f"{sys.argv[1]}-files")
+    Path(f"{sys.argv[1]}.{bf.rank()}").write_text(json.dumps({"steps": steps, "said": said}))
