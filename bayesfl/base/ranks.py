@@ -7,6 +7,7 @@ shows none, or ends, the run ends at all ranks.
 
 import atexit
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -332,11 +333,14 @@ def using(ranks: Alone) -> Iterator[None]:
 
 def _from_environment() -> Alone:
     size = int(os.environ.get("WORLD_SIZE", 1))
-    owner = os.environ.get(OF_PROCESS) or str(os.getpid())
-    os.environ[OF_PROCESS] = owner
-    if size == 1 or "RANK" not in os.environ or owner != str(os.getpid()):
+    if size == 1 or "RANK" not in os.environ or os.environ.get(OF_PROCESS):
         return ALONE
+    os.environ[OF_PROCESS] = str(os.getpid())  # which this process's children inherit
     store, number, size = next(iter(distributed.rendezvous("env://")))
+    if number:  # what the library says is said once
+        logging.getLogger("bayesfl").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return Ranks(store, number, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 

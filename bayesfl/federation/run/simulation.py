@@ -354,7 +354,9 @@ def _begun(
     if before is not None and before.steps:
         warn(UNCALIBRATED)
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
-    engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
+    # By the device with the least memory, as chunks are the same at all ranks.
+    sizes = current().every(lambda: engine.chunk_size(trained, algorithm, device))
+    engine = replace(engine, chunk=min(sizes))
     begin, new = warm.continued(
         before, algorithm, clients.client_names, seed=settings.seed, dtype=dtype, device=device
     )
