@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
-from bayesfl.base.ranks import rank
+from bayesfl.base.processes.ranks import rank
 from bayesfl.composition import (
     Algorithm,
     Block,

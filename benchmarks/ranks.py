@@ -28,7 +28,7 @@ import timing
 import torch
 
 import bayesfl as bf
-from bayesfl.base.ranks import Ranks
+from bayesfl.base.processes.ranks import Ranks
 
 CLIENTS, COHORT, ROWS, ROUNDS, TURNS = (1_000, 5_000, 20_000), 100, 20, 4, 3
 METHODS = ("fedavg", "pfedvem", "fedem", "fedsi", "scaffold")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bayesfl.base.ranks import current
+from bayesfl.base.processes.ranks import current
 
 LEFT = 600
 """Seconds after which a temporary file that nobody has written to is of a process that is gone."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bayesfl.base.ranks import Alone, current
+from bayesfl.base.processes.ranks import Alone, current
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")

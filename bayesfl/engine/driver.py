@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs, count, each
 from bayesfl.base.options import Count, Positive, declared
+from bayesfl.base.processes.ranks import LIMIT, current
 from bayesfl.base.protocols import Batch, Info, Server, View
-from bayesfl.base.ranks import LIMIT, current
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap

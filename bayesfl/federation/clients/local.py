@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
-from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (

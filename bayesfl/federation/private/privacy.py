@@ -45,9 +45,9 @@ from bayesfl.base.options import (
     declared,
     number,
 )
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
-from bayesfl.base.ranks import current
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
-from bayesfl.base.ranks import current
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers

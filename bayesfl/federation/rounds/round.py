@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server
-from bayesfl.base.ranks import current
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared

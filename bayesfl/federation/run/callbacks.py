@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from bayesfl.base.options import Count, declared
-from bayesfl.base.ranks import current
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.ranks import current
+from bayesfl.base.processes.ranks import current
 from bayesfl.evaluation.history import HEADLINES, PREFIXES, History
 from bayesfl.federation.errors import FailedRound, SmallCohort
 from bayesfl.federation.rounds.round import Rules, run_round

@@ -16,9 +16,9 @@ from bayesfl.base.files import folder
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.ranks import current
 from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm

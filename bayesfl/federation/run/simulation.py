@@ -16,12 +16,13 @@ from bayesfl import preflight
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.options import Count, declared, typed
+from bayesfl.base.processes.children import on_processes
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.ranks import current
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.engine import Engine, processes
+from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
@@ -183,7 +184,7 @@ def simulate(
     )
     device = present(device)
     count = None if engine is None else engine.processes
-    with processes.started(count, simulate, given), files.claimed(checkpoint) as held:
+    with on_processes(count, simulate, given), files.claimed(checkpoint) as held:
         goes_on = _from_where(resume, checkpoint, held)
         before = None
         if start is not None and goes_on is None:

@@ -27,7 +27,7 @@ from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
 from bayesfl.base.described import anonymous, digest_of
 from bayesfl.base.files import folder, remove_leftovers
-from bayesfl.base.ranks import current
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import distributed
 
-from bayesfl.base.ranks import ALONE, OF_PROCESS, Ranks, current, using
+from bayesfl.base.processes.ranks import ALONE, OF_PROCESS, Ranks, current, using
 
 
 @contextmanager
-def started(
+def on_processes(
     count: int | None, call: Callable[..., Any], given: Mapping[str, Any]
 ) -> Iterator[None]:
     """Let a block be rank 0 of `count` processes, of which the others make the same call.

@@ -32,7 +32,7 @@ def packed(value: Any) -> Tensor:
         TypeError: A value is none of these.
 
     Example:
-        >>> from bayesfl.base.packing import packed, unpacked
+        >>> from bayesfl.base.processes.packing import packed, unpacked
         >>> unpacked(packed({1: (torch.ones(2), "two")}))
         {1: (tensor([1., 1.]), 'two')}
     """

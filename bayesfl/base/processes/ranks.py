@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_map_only
 
-from bayesfl.base.packing import OWN, packed, unpacked
+from bayesfl.base.processes.packing import OWN, packed, unpacked
 
 T = TypeVar("T")
 SIGN = 5.0
@@ -39,8 +39,8 @@ FOREVER = timedelta(days=20)
 """How long a rank waits for another that shows life."""
 FEW = 10
 """Number of clients that a message names."""
-AROUND = ("bayesfl.base.", "bayesfl.engine.processes")
-"""Modules of functions around a call of the user's, which do not name it."""
+AROUND = "bayesfl.base."
+"""Where functions stand around a call of the user's, which do not name it."""
 ENDED = "ended"
 """The last sign of a rank that has ended as it should."""
 OF_PROCESS = "BAYESFL_RANK_OF"
@@ -119,7 +119,7 @@ class Ranks(Alone):
 
     def __init__(
         self,
-        store: distributed.Store,
+        store: Any,
         rank: int,
         size: int,
         near: int,
@@ -130,7 +130,7 @@ class Ranks(Alone):
         self._held: Callable[[int], list[str]] = lambda _: []
         self._calls, self._over = 0, threading.Event()
         self._store.set(f"life-{rank}", "")
-        self._group = distributed.ProcessGroupGloo(
+        self._group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("gloo", self._store), rank, size, FOREVER
         )
         signs = distributed.PrefixStore("bayesfl", store.clone())
@@ -155,9 +155,10 @@ class Ranks(Alone):
         found = [message, *(self._receive(r) for r in range(1, self.size) if not self.rank)]
         found = [unpacked(one) for one in unpacked(self._spread(packed(found), 0))]
         self._compare(found, error)
+        found[self.rank]["value"] = value
         for rank, one in enumerate(found):
             _raise(one["error"], error if rank == self.rank else None)
-        return [value if r == self.rank else one["value"] for r, one in enumerate(found)]
+        return [one["value"] for one in found]
 
     def relay(self, state: T, step: Callable[[T], T]) -> T:
         """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
