@@ -1,7 +1,7 @@
 """Measure a run on the ranks of torchrun beside one process: seconds, CPU, memory and bytes between
 ranks.
 
-1,000, 5,000 and 20,000 clients of 20 rows of 64 numbers and 10 classes, of whom 100 train in a
+1,000 and 20,000 clients of 20 rows of 64 numbers and 10 classes, of whom 100 train in a
 round; a network of 64 x 100 x 10. One process with one thread and with two, and two ranks with one
 thread each, take turns; each figure is the median over them. A round's seconds are those of the
 history without the first round; CPU is that of the busier rank; memory is what the run adds after
@@ -30,7 +30,7 @@ import torch
 import bayesfl as bf
 from bayesfl.base.processes.ranks import Ranks
 
-CLIENTS, COHORT, ROWS, ROUNDS, TURNS = (1_000, 5_000, 20_000), 100, 20, 4, 3
+CLIENTS, COHORT, ROWS, ROUNDS, TURNS = (1_000, 20_000), 100, 20, 4, 2
 METHODS = ("fedavg", "pfedvem", "fedem", "fedsi", "scaffold")
 WAYS = {"one thread": (1, 1), "two threads": (1, 2), "two ranks": (2, 1)}
 """Processes, and threads of each."""

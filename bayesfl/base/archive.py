@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bayesfl.base.files import atomic_path
+from bayesfl.base.processes.packing import flat_bytes
 
 FORMAT = 6
 
@@ -199,7 +199,7 @@ def made(found: Any, known: Mapping[str, type]) -> Any:
 
 def digest_of_tensor(t: Tensor) -> str:
     """Compute the digest of a tensor's bytes, in the order of its entries."""
-    return hashlib.sha256(_bytes(t.detach().cpu())).hexdigest()
+    return hashlib.sha256(flat_bytes(t.detach().cpu()).numpy().data).hexdigest()
 
 
 def digest_of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -209,11 +209,5 @@ def digest_of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
     sums = hashlib.sha256(text.encode())
     for name, t in sorted(tensors.items()):
         sums.update(f"{name} {t.dtype} {list(t.shape)}".encode())
-        sums.update(_bytes(t))
+        sums.update(flat_bytes(t).numpy().data)
     return sums.hexdigest()
-
-
-def _bytes(t: Tensor) -> memoryview:
-    t = t.contiguous()
-    # A single entry counts as contiguous with a stride of 0, too, which `view` refuses.
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().data

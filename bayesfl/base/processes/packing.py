@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
 OWN = "bayesfl."
 """The beginning of the modules whose data classes travel."""
 
@@ -49,6 +48,13 @@ def unpacked(data: Tensor) -> Any:
     return _made(said, data, [start])
 
 
+def flat_bytes(t: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the CPU, in the order of its entries, [n] uint8."""
+    t = t.contiguous()
+    # A single entry counts as contiguous with a stride of 0, too, which `view` refuses.
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
 def _said(value: Any, parts: list[Tensor]) -> Any:
     """Return what JSON says of a value, whose bytes are added to `parts`."""
     value = value.item() if isinstance(value, np.generic) else value
@@ -56,7 +62,7 @@ def _said(value: Any, parts: list[Tensor]) -> Any:
         return value
     if isinstance(value, Tensor | np.ndarray):
         t = torch.as_tensor(value).detach()
-        parts.append(t.cpu().contiguous().reshape(-1).view(torch.uint8) if t.numel() else NOTHING)
+        parts.append(flat_bytes(t.cpu()))
         kind = "tensor" if isinstance(value, Tensor) else "array"
         return {kind: str(t.dtype).removeprefix("torch."), "shape": t.shape, "on": t.device.type}
     if isinstance(value, tuple | list):
@@ -79,8 +85,7 @@ def _made(said: Any, data: Tensor, at: list[int]) -> Any:
         kind = getattr(torch, said.get("tensor", said.get("array")))
         at[0] += (size := math.prod(said["shape"]) * kind.itemsize)
         # A copy is aligned as any type must be.
-        flat = data[at[0] - size : at[0]].clone().view(kind) if size else NOTHING.to(kind)
-        found = flat.reshape(said["shape"])
+        found = data[at[0] - size : at[0]].clone().view(kind).reshape(said["shape"])
         return found.numpy() if "array" in said else found.to(said["on"])
     if "tuple" in said or "list" in said:
         found = [_made(one, data, at) for one in said.get("tuple", said.get("list"))]
