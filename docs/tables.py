@@ -289,6 +289,24 @@ def overhead() -> str:
     return ruled(heads, lines)
 
 
+def ranks() -> str:
+    """Time, CPU and memory of two ranks beside one process, for each method and number of clients."""
+    saved = results("ranks")
+    heads = ["run", "one thread, s", "two threads", "two ranks", "CPU of a rank", "memory of a rank"]
+    heads += ["MiB between ranks"]
+    kept = dict.fromkeys(name.rsplit(", ", 1)[0] for name in saved["rows"])
+    lines = []
+    for name in kept:
+        one, threads, two = (
+            saved["rows"][f"{name}, {way}"] for way in ("one thread", "two threads", "two ranks")
+        )
+        key = "{} / one thread".format
+        cells = [threads[key("seconds")], *(two[key(what)] for what in ("seconds", "cpu", "mib"))]
+        figures = [f"{cell:.2f}" for cell in cells]
+        lines.append([name, f"{one['seconds']:.3f}", *figures, f"{two['mib_sent']:.1f}"])
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
 def rivals() -> str:
     """Rounds of further methods in units of FedAvg's."""
     saved = results("rivals")

@@ -191,6 +191,7 @@ class Ranks(Alone):
         leads = self.rank % self.near == 0
         folders = self.every(lambda: _folder(tree) if leads else "")
         folder, count = Path(folders[self.rank - self.rank % self.near]), itertools.count()
+        made: list[T] = []
 
         def mapped(t: Tensor) -> Tensor:
             if t.is_cuda or not t.numel():
@@ -199,10 +200,10 @@ class Ranks(Alone):
             found = torch.from_file(name, shared=True, size=t.numel(), dtype=t.dtype).view(t.shape)
             return found.copy_(t) if leads else found
 
-        made = self.every(lambda: tree_map_only(Tensor, mapped, tree))[self.rank]
+        self.every(lambda: made.append(tree_map_only(Tensor, mapped, tree)))
         if leads:
             shutil.rmtree(folder)
-        return made
+        return made[0]
 
     def shares(self, device: torch.device) -> bool:
         """Say whether ranks write into the same copy; see `Alone.shares`."""
