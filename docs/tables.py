@@ -290,10 +290,10 @@ def overhead() -> str:
 
 
 def ranks() -> str:
-    """Time, CPU and memory of two ranks beside one process, for each method and number of clients."""
+    """Time, CPU and memory of two ranks beside one process, by method and number of clients."""
     saved = results("ranks")
-    heads = ["run", "one thread, s", "two threads", "two ranks", "CPU of a rank", "memory of a rank"]
-    heads += ["MiB between ranks"]
+    heads = ["run", "one thread, s", "two threads", "two ranks", "CPU of a rank"]
+    heads += ["memory of a rank", "MiB between ranks"]
     kept = dict.fromkeys(name.rsplit(", ", 1)[0] for name in saved["rows"])
     lines = []
     for name in kept:
