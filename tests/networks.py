@@ -51,6 +51,12 @@ class InAList(Base):
         return F.linear(x, self.held[0], self.held[1]["bias"][0])
 
 
+@listed
+class ByItsName(Base):
+    def hidden(self, x):
+        return F.linear(x, self.get_parameter("a.weight"), self.a.bias)
+
+
 class Holder:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

@@ -56,7 +56,8 @@ def _matches(model: nn.Module, pattern: str) -> bool:
     a slip, or its part was lost.
     """
     bare = pattern.removeprefix("!")
-    found = [p for name, p in model.named_parameters() if fnmatchcase(name, bare)]
+    every = model.named_parameters(remove_duplicate=False)
+    found = [p for name, p in every if fnmatchcase(name, bare)]
     if not found:
         return any(fnmatchcase(name, bare) for name in _untrained(model))
     return pattern.startswith("!") or any(p.requires_grad for p in found)
@@ -76,8 +77,12 @@ class Layout:
     """
 
     def __init__(self, model: nn.Module, pattern: Pattern) -> None:
-        every = dict(model.named_parameters())
-        covered = {name: p for name, p in every.items() if pattern and covers(pattern, name)}
+        every, also = dict(model.named_parameters()), aliases(model)
+        covered = {
+            name: p
+            for name, p in every.items()
+            if pattern and any(covers(pattern, one) for one in also.get(name, {name}))
+        }
         self._hold({name: p for name, p in covered.items() if p.requires_grad})
         several = () if isinstance(pattern, str) else pattern
         idle = [one for one in several if not _matches(model, one)]

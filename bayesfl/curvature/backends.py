@@ -128,7 +128,8 @@ class Func:
         if self._batched:
             try:
                 return self._pull_at_once(x, cotangents)
-            except RuntimeError:  # as of a GRU, or of control flow that depends on the data
+            except (AttributeError, RuntimeError):
+                # As of a GRU, of control flow that depends on the data, or of `get_parameter`.
                 self._batched = False
         return torch.stack(
             [self._pull_one(at(x, slice(n, n + 1)), c) for n, c in enumerate(cotangents)]

@@ -274,7 +274,7 @@ class Ranks(Alone):
             "stand behind `if bf.rank() == 0`"
         )
 
-    def _watch(self, store: distributed.Store) -> None:
+    def _watch(self, store: Any) -> None:
         """Show life, and end the process where another rank shows none."""
         seen = {other: ("", time.monotonic()) for other in range(self.size) if other != self.rank}
         while not self._over.wait(SIGN):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from bayesfl.base.layout import aliases
 from bayesfl.base.protocols import Predictor, Server
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
@@ -58,15 +59,19 @@ def with_heads(method: Method) -> Algorithm:
         Algorithm(SplitModel; own_head: FullGaussian, body: Point; 0 phases)
     """
     layer = _last_linear(method.model)
+    also = aliases(method.model)  # a block covers all names of what has several
     mine = tuple(
-        f"{layer}.{name}".removeprefix(".")
+        alias
         for name, _ in method.model.get_submodule(layer).named_parameters()
+        for whole in [f"{layer}.{name}".removeprefix(".")]
+        for alias in sorted(also.get(whole, {whole}))
     )
     body = tuple(
-        name
+        alias
         for part in _common(method, mine)
         for name in method.layout(part).names
         if name not in mine
+        for alias in sorted(also.get(name, {name}))
     )
     blocks = {HEAD: Block(mine, posterior=FullGaussian(), pool=None)}
     if body:

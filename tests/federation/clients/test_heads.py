@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -142,3 +142,34 @@ def test_a_network_that_declares_its_head_first():
 def test_what_has_no_head(clients: FederatedData):
     with pytest.raises(ValueError, match="no body in common"):
         bf.with_heads(bf.algorithms.fedem(bf.models.mlp(clients.inputs, outputs=10)))
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, under one name or two."""
+
+    def __init__(self, names: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two, self.names = self.one if names == 2 else None, names
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        again = self.one if self.two is None else self.two
+        return self.head(torch.tanh(again(torch.tanh(self.one(x)))))
+
+
+def test_a_body_that_has_a_layer_in_two_places():
+    """Its heads are those of the same network with one name."""
+
+    def probs(names: int) -> Tensor:
+        torch.manual_seed(0)
+        method = bf.algorithms.fedavg(Twice(names), epochs=1, batch_size=8)
+        xs = [numbers(30, 4, seed=j) for j in range(2)]
+        data = bf.data.from_arrays(xs, [(x[:, 0] > 0).long() for x in xs], validation=0.3)
+        result = bf.simulate(method, data, rounds=1, progress=False, dtype=torch.float64)
+        found = result.heads().predict().probs
+        assert found is not None
+        return found
+
+    assert torch.equal(probs(2), probs(1))
