@@ -72,6 +72,8 @@ class OneMachine:
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
         """Ask the clients of a round; see `Transport.asked`."""
+        # All ranks have written their rows of what was before.
+        self._crew.ranks.every(lambda: None)
         answers = self._answers(round)
         try:
             yield answers

@@ -212,7 +212,7 @@ def run_round(
     row = {
         "round": number + 1,
         "cohort": filter.taken,
-        "seconds": current().every(perf_counter)[0] - start - transport.apart,
+        "seconds": current().every(lambda: perf_counter() - start)[0] - transport.apart,
         **transport.seconds,
     }
     row |= {"train_nll": filter.loss(), **counted} | (

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import bayesfl as bf
+from bayesfl.base.processes.ranks import current
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
 from tests.cases import CASES, federation
@@ -39,6 +40,8 @@ def told(result: Result) -> list[Any]:
         {name: value for name, value in row.items() if not name.startswith("seconds")}
         for row in result.history
     ]
+    seconds = current().every(lambda: [row.get("seconds") for row in result.history])
+    assert all(one == seconds[0] for one in seconds)  # the history is the same at all ranks
     predicted = digest({"probs": result.predict().probs})
     return [digest(result.server), digest(result.private), rows, predicted]
 
