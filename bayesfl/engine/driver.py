@@ -112,7 +112,7 @@ class Engine:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        return max(1, cores // max(current().near, self.processes or 1))
+        return max(1, cores // current().near)
 
     def crew(self, device: torch.device) -> Crew:
         """Return the worker threads for the chunks of a call, which all ranks make."""

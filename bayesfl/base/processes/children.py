@@ -7,12 +7,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import distributed
 
 from bayesfl.base.processes.ranks import ALONE, OF_PROCESS, Ranks, current, using
+
+START = timedelta(minutes=5)
+"""How long the call waits for the other processes to begin."""
 
 
 @contextmanager
@@ -35,7 +39,7 @@ def on_processes(
 
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    about |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    about |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     about |= {"PYTHONPATH": os.pathsep.join(sys.path), OF_PROCESS: ""}
     about |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory(prefix="bayesfl-") as folder:
@@ -56,13 +60,13 @@ def on_processes(
 
         ranks = None
         try:
-            ranks = Ranks(store, 0, count, count, lost=end)
+            ranks = Ranks(store, 0, count, count, end, start=START)
             with using(ranks):
                 yield
-            for other in others:
-                other.wait()
         finally:
             end()
+            for other in others:
+                other.wait()
             if ranks is not None:
                 ranks.close()
 

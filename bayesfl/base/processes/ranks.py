@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, distributed
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bayesfl.base.processes.packing import OWN, packed, unpacked
 
@@ -35,6 +35,8 @@ SIGN = 5.0
 """Seconds between two signs of life."""
 LIMIT = 60.0
 """Seconds without a sign of life after which a rank is lost."""
+START = timedelta(minutes=30)
+"""How long a rank waits for the others to begin."""
 FOREVER = timedelta(days=20)
 """How long a rank waits for another that shows life."""
 FEW = 10
@@ -115,6 +117,7 @@ class Ranks(Alone):
         size: Number of processes, > 1.
         near: Number of ranks on each machine, neighbours all of them.
         lost: What is done with the message where another rank is lost; it ends what waits for it.
+        start: How long it waits for the other ranks to begin.
     """
 
     def __init__(
@@ -124,6 +127,8 @@ class Ranks(Alone):
         size: int,
         near: int,
         lost: Callable[[str], None] | None = None,
+        *,
+        start: timedelta = START,
     ) -> None:
         self.rank, self.size, self.near, self.limit = rank, size, near, LIMIT
         self._store, self._lost = distributed.PrefixStore("bayesfl", store), lost or _end
@@ -131,12 +136,11 @@ class Ranks(Alone):
         self._calls, self._over = 0, threading.Event()
         self._store.set(f"life-{rank}", "")
         self._group: Any = distributed.ProcessGroupGloo(
-            distributed.PrefixStore("gloo", self._store), rank, size, FOREVER
+            distributed.PrefixStore("gloo", self._store), rank, size, start
         )
         signs = distributed.PrefixStore("bayesfl", store.clone())
         self._life = threading.Thread(target=self._watch, args=(signs,), daemon=True)
         self._life.start()
-        atexit.register(self.close)
 
     def close(self) -> None:
         """End the connections, and let other ranks wait no longer for signs of life."""
@@ -144,7 +148,7 @@ class Ranks(Alone):
         self._life.join()
         with suppress(RuntimeError):
             self._store.set(f"life-{self.rank}", ENDED)
-        self._group = None
+        self._group, self._held = None, lambda _: []
 
     def every(self, make: Callable[[], T]) -> list[T]:
         """Return what `make` gives at every rank; see `Alone.every`."""
@@ -186,7 +190,7 @@ class Ranks(Alone):
 
     def copied(self, tree: T) -> T:
         """Return a copy of a nest of tensors, held once; see `Alone.copied`."""
-        if self.near == 1:
+        if self.near == 1 or not tree_leaves(tree):
             return super().copied(tree)
         leads = self.rank % self.near == 0
         folders = self.every(lambda: _folder(tree) if leads else "")
@@ -194,15 +198,17 @@ class Ranks(Alone):
         made: list[T] = []
 
         def mapped(t: Tensor) -> Tensor:
-            if t.is_cuda or not t.numel():
+            if t.device.type != "cpu" or not t.numel():
                 return t.clone()
             name = str(folder / str(next(count)))
             found = torch.from_file(name, shared=True, size=t.numel(), dtype=t.dtype).view(t.shape)
             return found.copy_(t) if leads else found
 
-        self.every(lambda: made.append(tree_map_only(Tensor, mapped, tree)))
-        if leads:
-            shutil.rmtree(folder)
+        try:
+            self.every(lambda: made.append(tree_map_only(Tensor, mapped, tree)))
+        finally:
+            if leads:
+                shutil.rmtree(folder)
         return made[0]
 
     def shares(self, device: torch.device) -> bool:
@@ -243,13 +249,15 @@ class Ranks(Alone):
 
     def _send(self, data: Tensor, other: int) -> None:
         with self._spoken(other):
-            self._group.send([torch.tensor([len(data)])], other, 0).wait()
-            self._group.send([data], other, 0).wait()
+            self._group.send([torch.tensor([len(data)])], other, 0).wait(FOREVER)
+            self._group.send([data], other, 0).wait(FOREVER)
 
     def _receive(self, other: int) -> Tensor:
         with self._spoken(other):
-            self._group.recv([length := torch.zeros(1, dtype=torch.int64)], other, 0).wait()
-            self._group.recv([data := torch.empty(int(length), dtype=torch.uint8)], other, 0).wait()
+            length = torch.zeros(1, dtype=torch.int64)
+            self._group.recv([length], other, 0).wait(FOREVER)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            self._group.recv([data], other, 0).wait(FOREVER)
         return data
 
     @contextmanager
@@ -287,7 +295,7 @@ class Ranks(Alone):
             other = min(seen, key=lambda rank: seen[rank][1])
             sign, since = seen[other]
             if time.monotonic() - since > self.limit:
-                if other // self.near == self.rank // self.near and sign:
+                if other // self.near == self.rank // self.near and sign[:1].isdigit():
                     # Torchrun waits half a minute for one that is stopped.
                     os.kill(int(sign.split()[0]), signal.SIGKILL)
                 self._lost(self._named(other, f"has shown no life for {self.limit:.0f} s"))
@@ -339,11 +347,13 @@ def _from_environment() -> Alone:
         return ALONE
     os.environ[OF_PROCESS] = str(os.getpid())  # which this process's children inherit
     store, number, size = next(iter(distributed.rendezvous("env://")))
-    if number:  # what the library says is said once
-        logging.getLogger("bayesfl").setLevel(logging.ERROR)
+    if number:  # the lines of rounds are logged once
+        logging.getLogger("bayesfl").setLevel(logging.WARNING)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return Ranks(store, number, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    found = Ranks(store, number, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    atexit.register(found.close)
+    return found
 
 
 def _end(message: str) -> None:

@@ -4,8 +4,9 @@ a plan may simulate faults.
 
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from bayesfl.federation.rounds.round import Absence, Round
 class OneMachine:
     """A `Transport` of one attempt at a round, of which each rank trains its share of the chunks.
 
-    Private rows are changed in place as chunks finish; those of a failed round are restored.
+    Private rows are written by `commit`, when the round is known to count.
 
     Args:
         local: The clients' local work.
@@ -66,47 +67,41 @@ class OneMachine:
         self.apart = 0.0
         self.seconds: dict[str, float] = {}
         self.traffic: dict[str, float] = {}
-        self._undo: list[tuple[np.ndarray, View]] = []
+        self._new: list[tuple[np.ndarray, View]] = []
         self._seen: list[predict.Predicted] = []
 
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
         """Ask the clients of a round; see `Transport.asked`."""
-        # All ranks have written their rows of what was before.
-        self._crew.ranks.every(lambda: None)
         answers = self._answers(round)
-        try:
+        with closing(answers):
             yield answers
-        except BaseException:
-            answers.close()
-            for ids, old in self._undo:
-                write_rows(self._state.private, ids, old)
-            raise
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Keep the new rows of the clients that were taken, restore those of `dropped`, and collect
-        predictions; see `Transport.commit`.
+        """Write the rows of the clients that were taken, and collect predictions; see
+        `Transport.commit`.
         """
         out = list(dropped)
         private, ranks, local = self._state.private, self._crew.ranks, self._local
-        for ids, old in self._undo:
-            if (back := np.isin(ids, out)).any():
-                write_rows(private, ids[back], read_rows(old, np.flatnonzero(back)))
-        mine = np.concatenate([ids for ids, _ in self._undo] or [np.empty(0, np.int64)])
-        told = ranks.every(
-            lambda: (
-                {**self.seconds, **self.traffic, "apart": self.apart},
-                self._seen,
-                None if ranks.shares(local.train.device) else (mine, read_rows(private, mine)),
-            )
-        )
+        shared = ranks.shares(local.train.device)
+
+        def keep() -> Any:
+            taken = []
+            for ids, new in self._new:
+                inside = np.flatnonzero(~np.isin(ids, out))
+                taken.append((ids[inside], read_rows(new, inside)))
+            for ids, new in taken if shared else ():
+                write_rows(private, ids, new)
+            spent = {**self.seconds, **self.traffic, "apart": self.apart}
+            return spent, self._seen, [] if shared else taken
+
+        told = ranks.every(keep)
         spent = {name: math.fsum(one[name] for one, _, _ in told) for name in told[0][0]}
         self.apart = spent.pop("apart") / len(told)
         self.traffic = {name: spent[name] for name in self.traffic}
         self.seconds = {name: spent[name] for name in self.seconds}
-        for _, _, changed in told if len(told) > 1 else ():
-            if changed is not None:
-                write_rows(private, *changed)
+        for ids, new in (one for _, _, taken in told for one in taken):
+            write_rows(private, ids, new)
         seen = [part for _, parts, _ in told for part in parts]
         if self._test is not None and seen:
             before = Collector(self._test, local.names, local.algorithm.likelihood)
@@ -170,8 +165,7 @@ class OneMachine:
         spent = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
         received, measuring = 0, 0.0
         for (_, sends), (done, seen, clock) in zip(todo, self._crew.own(todo, work), strict=True):
-            self._undo.append((done.ids, read_rows(self._state.private, done.ids)))
-            write_rows(self._state.private, done.ids, done.views)
+            self._new.append((done.ids, {name: done.views[name] for name in self._state.private}))
             self._seen += seen
             received, measuring = received + done.received, measuring + clock
             spent = {part: spent[part] + done.seconds.get(part, 0.0) for part in spent}

@@ -364,7 +364,9 @@ class ReplyFilter:
         ranks, known = current(), (self.dropped, self._norms, self._sizes)
         self.dropped, self._norms, self._sizes = {}, {}, {}
         for dropped, norms, sizes in ranks.every(lambda: known):
-            self.dropped, self._norms = dropped | self.dropped, self._norms | norms
+            for client, reason in dropped.items():
+                self.drop(client, reason)
+            self._norms |= norms
             for name, each in sizes.items():
                 self._sizes.setdefault(name, {}).update(each)
         if self._admission is not None:

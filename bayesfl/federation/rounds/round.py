@@ -105,9 +105,8 @@ class Transport(Protocol):
         """Ask the clients of a round, and give an iterator over their answers, which come in any
         order.
 
-        A client of the cohort answers once; of the other clients only absences are reported. If the
-        context is left by an exception, clients return to the states that they had before the
-        round.
+        A client of the cohort answers once; of the other clients only absences are reported. Until
+        `commit`, clients keep the states that they had before the round.
         """
         ...
 
@@ -191,13 +190,7 @@ def run_round(
                 f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped
             )
             raise BadClients(f"round {number + 1}: {bad}")
-        transport.commit(dropped)
-        missing = len(lost.intersection(cohort.tolist()))
-        counted = {
-            "lost": missing,
-            "rejected": len(cohort) - missing - filter.taken,
-            **transport.traffic,
-        }
+        failed = None
         try:
             if filter.taken < least:
                 raise FailedRound(
@@ -206,9 +199,18 @@ def run_round(
                 )
             server = filter.server()
         except FailedRound as error:
+            failed = error
+        transport.commit(dropped if failed is None else range(rules.clients))
+        missing = len(lost.intersection(cohort.tolist()))
+        counted = {
+            "lost": missing,
+            "rejected": len(cohort) - missing - filter.taken,
+            **transport.traffic,
+        }
+        if failed is not None:
             # Other sums count their own bytes.
-            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}
-            raise
+            failed.row |= counted | ({} if isinstance(total, OpenSum) else {"bytes_up": math.nan})
+            raise failed
     row = {
         "round": number + 1,
         "cohort": filter.taken,
