@@ -52,7 +52,7 @@ def train(message: Message, context: Context) -> Message:
     return hello(message, context)
 
 
-@app.evaluate("survey")
+@app.query("survey")
 def survey(message: Message, context: Context) -> Message:
     """Questions about its rows and predictions."""
     return hello(message, context)
