@@ -124,18 +124,17 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on(tmp_path: Path):
     nothing has stopped.
     """
     (tmp_path / "long.py").write_text(LONG)
-    for moment in range(4):
+    for moment in range(3):
         folder = tmp_path / str(moment)
         made = torchrun(3, str(tmp_path / "long.py"), str(folder))
-        while moment and not list(folder.glob("round-*")):
+        while not list(folder.glob("round-*")):
             time.sleep(0.05)
         time.sleep(moment * 0.3)
         (*_, last) = subprocess.check_output(["pgrep", "-P", str(made.pid)], text=True).split()
         os.kill(int(last), signal.SIGKILL)
         output, _ = made.communicate(timeout=90)
         assert made.returncode
-        if moment:
-            assert "has ended; it trained client" in output, output[-3000:]
+        assert "has ended; it trained client" in output, output[-3000:]
     said = {folder.name: torchrun(2, str(tmp_path / "long.py"), str(folder)).communicate()[0]
-            for folder in (tmp_path / "never", *(tmp_path / str(m) for m in range(4)))}  # fmt: skip
+            for folder in (tmp_path / "never", *(tmp_path / str(m) for m in range(3)))}  # fmt: skip
     assert len({text.split("[")[-1] for text in said.values()}) == 1, said
