@@ -41,8 +41,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     It serves writers that take a path, as in `with atomic_path("figure.png") as temporary:
     figure.savefig(temporary)`. The temporary file is in the same folder, hidden, and has the same
-    suffix; the folder is made if it does not exist. Of several ranks, rank 0 alone writes. If the
-    block raises, the temporary file is
+    suffix; the folder is made if it does not exist. Of several ranks, the file of rank 0 stays.
+    If the block raises, the temporary file is
     removed and an earlier `path` stays as it was. What a process that was killed left goes with the
     next that writes `path`, after ten minutes, in which another process may still be writing.
 

@@ -472,7 +472,7 @@ class _OnOneMachine:
         return OneMachine(self.local, run.state, self.crew, test, self.faults)
 
     def taken(self, run: Result, attempt: OneMachine) -> Result:
-        return run  # private rows were written in place
+        return run  # `commit` has written the private rows
 
     def finish(self, run: Result) -> Result:
         return run
