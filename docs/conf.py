@@ -65,11 +65,11 @@ _BUILTIN = (
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib)\.[\w.]+",
+        r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib|datetime)\.[\w.]+",
     ),
     (
         r"py:class",
-        r"P|bayesfl\.(base\.options\.[CPRT]|engine\.(crew\.(Item|Outcome)|driver\.T)|federation\.rounds\.admission\.T|flower\.records\.T)",
+        r"P|bayesfl\.(base\.options\.[CPRT]|base\.processes\.ranks\.T|engine\.(crew\.(Item|Outcome)|driver\.T)|federation\.rounds\.admission\.T|flower\.records\.T)",
     ),  # type variables
     (r"py:.*", r"(typing|types)\.(Annotated|Literal)\[.*|inspect\.BoundArguments"),
     (
