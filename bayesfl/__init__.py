@@ -121,7 +121,7 @@ for _place in (
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("algorithms", "flower", "stats"):  # imported when they are first used
+    if name in ("algorithms", "flower", "pyro", "stats"):  # imported when they are first used
         return importlib.import_module(f"bayesfl.{name}")
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")
 

@@ -77,14 +77,21 @@ def _student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tenso
     d = points.shape[1]
     chi2 = stats.chi2.ppf(first, DEGREES)[:, None]
     found = torch.from_numpy(stats.norm.ppf(points) / np.sqrt(chi2 / DEGREES))
+    return found, _log_student(found.square().sum(-1), d, root)
+
+
+def _log_student(squares: Tensor, d: int, root: Tensor) -> Tensor:
+    """Return log densities of what a root [..., d, d] makes of a Student t whose standard form has
+    these squared lengths, [..., K] where the root has leading dimensions.
+    """
     constant = (
         math.lgamma((DEGREES + d) / 2)
         - math.lgamma(DEGREES / 2)
         - d / 2 * math.log(DEGREES * math.pi)
     )
     volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    spread = torch.log1p(found.square().sum(-1) / DEGREES)
-    return found, constant - volume - (DEGREES + d) / 2 * spread
+    volume = volume.reshape(volume.shape + (1,) * (squares.ndim - volume.ndim))
+    return constant - volume - (DEGREES + d) / 2 * torch.log1p(squares / DEGREES)
 
 
 def weights_of(log_ratios: Tensor) -> tuple[np.ndarray, float]:
@@ -107,3 +114,45 @@ def resampled(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.n
     """
     at = (np.arange(count) + rng.random()) / count
     return rng.permutation(np.searchsorted(weights.cumsum(), at).clip(max=len(weights) - 1))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of Student t distributions.
+
+    Args:
+        centres: Their centres, [C, q].
+        covariances: Those of the Gaussians around these, [C, q, q].
+        shares: Their weights, [C], which sum to 1.
+    """
+
+    centres: Tensor
+    covariances: Tensor
+    shares: Tensor
+
+    def besides(self, centre: Tensor, covariance: Tensor) -> "Mixture":
+        """Return the mixture with another component, which has half of the weight."""
+        return Mixture(
+            torch.cat([self.centres, centre[None]]),
+            torch.cat([self.covariances, covariance[None]]),
+            torch.cat([self.shares / 2, self.shares.new_full((1,), 0.5)]),
+        )
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return K draws [K, q] with their log densities [K]; see `Proposal.draw`.
+
+        Args:
+            count: Their number K.
+            rng: Scrambles the sequence.
+        """
+        q = self.centres.shape[1]
+        points = stats.qmc.Halton(q + 2, rng=int(rng.integers(2**32))).random(count)
+        of = np.searchsorted(self.shares.cumsum(0).numpy(), points[:, 0]).clip(max=len(self.shares) - 1)
+        roots = WIDER * torch.linalg.cholesky(self.covariances)
+        standard, _ = _student(points[:, 2:], points[:, 1], roots[of])
+        found = self.centres[of] + (roots[of] @ standard[..., None])[..., 0]
+        away = torch.linalg.solve_triangular(
+            roots, (found - self.centres[:, None]).mT, upper=False
+        ).square().sum(1)  # [C, K]
+        logs = _log_student(away, q, roots)
+        return found, (self.shares.log()[:, None] + logs).logsumexp(0)

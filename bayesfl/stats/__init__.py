@@ -3,6 +3,8 @@
 Every fit is a few questions, each answered by sums over a site's rows.
 """
 
+from bayesfl.stats.densities.plain import densities, posterior
+from bayesfl.stats.densities.posterior import Posterior
 from bayesfl.stats.describe import Description, describe
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
@@ -22,6 +24,7 @@ __all__ = [
     "Mixed",
     "Policy",
     "Tables",
+    "Posterior",
     "Tested",
     "cox",
     "describe",
@@ -32,6 +35,8 @@ __all__ = [
     "logrank",
     "mixed",
     "piecewise",
+    "posterior",
+    "densities",
     "tables",
 ]
 

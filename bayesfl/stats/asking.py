@@ -284,6 +284,11 @@ class Sites(Protocol):
         ...
 
     @property
+    def terms(self) -> tuple[Any, ...]:
+        """Return the terms of the design."""
+        ...
+
+    @property
     def offset(self) -> str | None:
         """Return the column of what is added to linear predictors; None where there is none."""
         ...

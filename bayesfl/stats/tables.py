@@ -56,6 +56,7 @@ class Site:
         weighing: What the weights are.
         rows: A hash of the labels of its complete rows in the data frame that was given.
         policy: The rules of what it answers; None where it answers all that is asked.
+        local: The log density that its rows have; None of a table alone.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Site:
     weighing: Weighing = "none"
     rows: str = ""
     policy: Policy | None = None
+    local: Any = field(default=None, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """Results of `held` and `row_hashes`, which take long."""
 

@@ -1,0 +1,276 @@
+"""What is read of a Pyro model: its parameters, and its log density at a site's rows.
+
+Pyro's handlers are one list for the whole process, so that a model is traced under a lock; the
+parameter store is left as it was, and so is validation. Where many draws are computed at once, by
+`torch.vmap`, torch cannot ask whether values are valid, and the answer is taken to be yes: what is
+not becomes NaN, and a draw that is left out.
+"""
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+
+from bayesfl.base.options import nearest
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats.densities.integral import Integral, Parts
+from bayesfl.stats.densities.local import Local
+from bayesfl.stats.densities.parameters import Parameter, constrained, unconstrained
+from bayesfl.stats.densities.plain import groups_of, in_double
+
+_LOCK = threading.RLock()
+MIDDLE = 15
+"""The search begins at the median of so many draws of the prior."""
+
+
+class _Unasked(TorchFunctionMode):
+    """Answer torch's validation of many draws at once: yes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch._is_all_true or func is Tensor.__bool__:  # pyright: ignore[reportPrivateUsage]
+            asking = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+            if asking.startswith("torch.distributions"):
+                return True
+        return func(*args, **(kwargs or {}))
+
+
+def _doubled(msg: Any) -> None:
+    if msg["value"].is_floating_point():
+        msg["value"] = msg["value"].double()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Pyro model at a site's rows.
+
+    Args:
+        model: The model.
+        site: The site's name.
+        args: What the model is called with.
+        options: The same, by name.
+    """
+
+    model: Callable[..., Any]
+    site: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Callable[..., Any], site: str, rows: Any) -> "Program":
+        """Return the model at rows: a tuple of arguments, a mapping of named ones, or one."""
+        rows = in_double(rows)
+        model = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
+        if isinstance(rows, dict):
+            return cls(model, site, (), rows)
+        return cls(model, site, rows if isinstance(rows, tuple) else (rows,), {})
+
+    def nodes(self, values: Tensors, *given: Any, **options: Any) -> dict[str, Any]:
+        """Return the model's sample statements by name, as Pyro traces them, at values of some.
+
+        Args:
+            values: The values.
+            given: What the model is called with in place of the site's rows.
+            options: The same, by name.
+        """
+        import pyro
+
+        args, options = (given, options) if given or options else (self.args, self.options)
+        in_float64 = pyro.poutine.messenger.Messenger()
+        in_float64._pyro_post_sample = _doubled  # pyright: ignore
+        with _LOCK, pyro.get_param_store().scope(), in_float64:
+            traced = pyro.poutine.trace(pyro.poutine.condition(self.model, values))
+            found = traced.get_trace(*args, **options).nodes
+        if own := [name for name, node in found.items() if node["type"] == "param"]:
+            raise ValueError(
+                f"site {self.site!r}: {own[0]!r} is a pyro.param, which has no prior: make it "
+                "pyro.sample, or PyroSample in a module, or a number"
+            )
+        return {
+            name: node
+            for name, node in found.items()
+            if node["type"] == "sample" and type(node["fn"]).__name__ != "_Subsample"
+        }
+
+    def log_probs(self, values: Tensors) -> dict[str, Tensor]:
+        """Return the log density of each sample statement at values of all parameters."""
+        from pyro.distributions.util import scale_and_mask
+
+        with _Unasked():
+            return {
+                name: scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"])
+                for name, node in self.nodes(values).items()
+            }
+
+    def pointwise(self, values: Tensors) -> Tensors:
+        """Return the log density of what is observed, {statement: [S, n]}, at draws [S, ...]."""
+
+        names = self.observed
+
+        def one(values: Tensors) -> Tensors:
+            found = self.log_probs(values)
+            return {name: found[name].flatten() for name in names}
+
+        return vmap(one)(values)
+
+    @cached_property
+    def observed(self) -> list[str]:
+        """Return the names of statements that are observed."""
+        with torch.random.fork_rng(devices=[]):
+            return _observed(self.nodes({}))
+
+    def predicted(self, values: Tensors, seed: int, *given: Any, **options: Any) -> Tensors:
+        """Return draws of what the model samples beside values [S, ...], by name, [S, ...]: called
+        with what is given, or with the site's rows, whose outcomes are drawn anew.
+        """
+        again = () if given or options else self.observed
+        found = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for s in range(len(next(iter(values.values())))):
+                nodes = self.nodes({name: t[s] for name, t in values.items()}, *given, **options)
+                drawn = {n: node["value"] for n, node in nodes.items() if n not in values}
+                drawn |= {name: nodes[name]["fn"].sample() for name in again}
+                found.append({n: t for n, t in drawn.items() if torch.is_tensor(t)})
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    def parameters(
+        self, shared: Sequence[str]
+    ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], Tensor, Tensor]:
+        """Return the shared parameters in order, the site's own, and medians of their priors as
+        numbers without a range, [q] and [d].
+
+        Raises:
+            ValueError: The model has what cannot be read; the message names it and the remedy.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            looks = [self.nodes({}) for _ in range(MIDDLE)]
+        first = looks[0]
+        latent = {name: self._parameter(name, node) for name, node in first.items() if _is_latent(node)}
+        for other in looks[1:]:
+            again = {n: self._parameter(n, node) for n, node in other.items() if _is_latent(node)}
+            if again != latent:
+                changed = sorted({*latent.items()} ^ {*again.items()}, key=str)[0][0]
+                raise self._error(
+                    f"{changed!r} has another shape or range, or is not there, at other values of "
+                    "other parameters: make names, shapes and bounds the same for all, as by "
+                    "a transform of a parameter with fixed bounds"
+                )
+        for name in shared:
+            if name not in latent:
+                near = nearest(name, list(latent), 1) or list(latent)
+                raise self._error(
+                    f"shared= names {name!r}, which is no parameter; it has {', '.join(near)}"
+                )
+        observed = _observed(first)
+        if not observed:
+            raise self._error("nothing is observed: give obs= to the statement of the outcome")
+        rows = {frame.name for name in observed for frame in first[name]["cond_indep_stack"]}
+        for name in shared:
+            if inside := [f.name for f in first[name]["cond_indep_stack"] if f.name in rows]:
+                raise self._error(
+                    f"{name!r} is shared and stands in the plate {inside[0]!r} of rows, which "
+                    "other sites do not have: sample it outside, or leave it out of shared="
+                )
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            self.nodes({name: first[name]["value"] for name in latent})
+            if not torch.equal(before, torch.get_rng_state()):
+                raise self._error(
+                    "the model draws random numbers of its own, so that its density is another one "
+                    "at each call: give each draw a pyro.sample statement"
+                )
+        for node in first.values():
+            for frame in node["cond_indep_stack"]:
+                if frame.full_size is not None and frame.size < frame.full_size:
+                    raise self._error(
+                        f"the plate {frame.name!r} has a subsample, so that other rows are left "
+                        "out: take subsample_size= away"
+                    )
+        ours = tuple(latent[name] for name in shared)
+        own = tuple(one for name, one in latent.items() if name not in shared)
+        middle = [
+            torch.stack(
+                [
+                    unconstrained(of, {n: node["value"].double() for n, node in look.items()})
+                    for look in looks
+                ]
+            )
+            .median(0)
+            .values
+            for of in (ours, own)
+        ]
+        return ours, own, middle[0], middle[1]
+
+    def local(self, shared: Sequence[str]) -> tuple[tuple[Parameter, ...], Local]:
+        """Return the shared parameters, and what the site knows of its density.
+
+        Raises:
+            ValueError: As by `parameters`; or the model cannot be computed for many draws at once,
+                or a shared prior depends on the site's own parameters.
+        """
+        ours, own, begin, middle = self.parameters(shared)
+
+        def at(phi: Tensor, z: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+            values, log_jacobian = constrained(own, z)
+            return self.log_probs(constrained(ours, phi)[0] | values), log_jacobian
+
+        def density(phi: Tensor, z: Tensor) -> Tensor:
+            logs, log_jacobian = at(phi, z)
+            return sum((t.sum() for n, t in logs.items() if n not in shared), log_jacobian)
+
+        def prior(phi: Tensor, z: Tensor = middle) -> Tensor:
+            logs, _ = at(phi, z)
+            return sum((logs[name].sum() for name in shared), phi.new_zeros(()))
+
+        try:
+            both = vmap(prior)(begin.expand(2, -1), torch.stack([middle, middle + 1]))
+            parts = Parts.of(density, begin, middle, groups_of(own))
+        except RuntimeError as error:
+            raise self._error(
+                f"it cannot be computed for many draws at once: {error}; control flow may not "
+                "depend on parameters, as torch.where may"
+            ) from error
+        if not torch.isclose(both[0], both[1], rtol=1e-9, equal_nan=True):
+            raise self._error(
+                f"the prior of {', '.join(shared)} depends on the site's own parameters: list these "
+                "in shared=, too, or make it depend on none"
+            )
+        return ours, Local(Integral(density, parts, middle), own, begin, prior, self)
+
+    def _parameter(self, name: str, node: Any) -> Parameter:
+        if node["fn"].support.is_discrete:
+            raise self._error(
+                f"{name!r} is discrete, and cannot be moved along a slope: sum it out, as by "
+                "pyro.distributions.MixtureSameFamily"
+            )
+        try:
+            return Parameter.of(name, node["fn"].support, node["value"].shape)
+        except ValueError as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, why: str) -> ValueError:
+        return ValueError(f"the model at site {self.site!r}: {why}")
+
+
+def _is_made(node: Any) -> bool:
+    """Return whether a statement is `pyro.deterministic`."""
+    return bool(node["infer"].get("_deterministic"))
+
+
+def _observed(nodes: dict[str, Any]) -> list[str]:
+    return [n for n, node in nodes.items() if node["is_observed"] and not _is_made(node)]
+
+
+def _is_latent(node: Any) -> bool:
+    return not node["is_observed"] and not _is_made(node)

@@ -1,0 +1,128 @@
+"""Parameters of a log density: their names, shapes and ranges, and vectors of unconstrained numbers.
+
+A range is one of `torch.distributions.constraints`, and `biject_to` maps numbers without a range to
+it; a density of parameters becomes one of these numbers by the log of the map's Jacobian.
+"""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats.terms import Number
+
+
+@dataclass(frozen=True)
+class Parameter(Number):
+    """A parameter that sites share, as a term of their tables.
+
+    Args:
+        column: Its name.
+        support: Its range, as torch writes it.
+        shape: Its shape.
+    """
+
+    support: str = "Real()"
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, support: Any, shape: Sequence[int]) -> "Parameter":
+        """Make it of a range of torch's.
+
+        Raises:
+            ValueError: The range differs between entries, or no map leads to it.
+        """
+        made = cls(name, repr(support), tuple(shape))
+        try:
+            _ = made.map
+        except (NotImplementedError, ValueError, SyntaxError, AttributeError) as error:
+            raise ValueError(
+                f"{name!r} has the range {support}, to which no map leads from all numbers; take "
+                "one of torch.distributions.constraints with the same bounds for all entries"
+            ) from error
+        return made
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return no columns: it is of no row."""
+        return ()
+
+    @cached_property
+    def map(self) -> Any:
+        """Return torch's map from all numbers to the range."""
+        return biject_to(_range(ast.parse(self.support, mode="eval").body))
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Return the shape of the numbers without a range."""
+        return tuple(self.map.inverse_shape(torch.Size(self.shape)))
+
+    @property
+    def size(self) -> int:
+        """Return how many these are."""
+        return torch.Size(self.free).numel()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return a name of each."""
+        return named(self.column, self.free)
+
+    @property
+    def is_scale(self) -> bool:
+        """Return whether it is positive, as standard deviations are."""
+        found = _range(ast.parse(self.support, mode="eval").body)
+        while isinstance(found, constraints.independent):
+            found = found.base_constraint
+        return getattr(found, "lower_bound", None) == 0 and not hasattr(found, "upper_bound")
+
+
+def _range(node: ast.AST) -> Any:
+    """Return the range that torch's text of it is about, of torch's own classes alone."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    kind = getattr(constraints, f"_{node.func.id}")  # pyright: ignore[reportAttributeAccessIssue]
+    if not issubclass(kind, constraints.Constraint):
+        raise ValueError(ast.unparse(node))
+    return kind(*map(_range, node.args), **{one.arg: _range(one.value) for one in node.keywords})
+
+
+def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of a parameter's entries, as `beta[0, 1]`."""
+    if not shape:
+        return (name,)
+    places = product(*map(range, shape))
+    return tuple(f"{name}[{', '.join(map(str, place))}]" for place in places)
+
+
+def split(parameters: Sequence[Parameter], numbers: Tensor) -> Tensors:
+    """Return the numbers without a range [d] by parameter, in its shape."""
+    parts = numbers.split([one.size for one in parameters])
+    return {
+        one.column: part.reshape(one.free) for one, part in zip(parameters, parts, strict=True)
+    }
+
+
+def constrained(parameters: Sequence[Parameter], numbers: Tensor) -> tuple[Tensors, Tensor]:
+    """Return the parameters of numbers without a range [d], by name, and the log of the Jacobian
+    [].
+    """
+    free = split(parameters, numbers)
+    found = {one.column: one.map(free[one.column]) for one in parameters}
+    log_jacobian = numbers.new_zeros(())
+    for one in parameters:
+        name = one.column
+        log_jacobian = log_jacobian + one.map.log_abs_det_jacobian(free[name], found[name]).sum()
+    return found, log_jacobian
+
+
+def unconstrained(parameters: Sequence[Parameter], values: Tensors) -> Tensor:
+    """Return the numbers without a range [d] of parameters by name."""
+    parts = [one.map.inv(values[one.column]).flatten() for one in parameters]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])

@@ -1,0 +1,219 @@
+"""The posterior of a plain function, log p(rows, own | shared), over sites."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pandas
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import Count, declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.stats.asking import Sites
+from bayesfl.stats.densities.integral import Differences, Integral, Parts
+from bayesfl.stats.densities.local import Local
+from bayesfl.stats.densities.parameters import Parameter, constrained
+from bayesfl.stats.densities.posterior import Posterior, fitted
+from bayesfl.stats.policy import Policy
+from bayesfl.stats.tables import Site, Tables
+
+Range: TypeAlias = Any
+"""A range of `torch.distributions.constraints`, or (range, shape), where the shape of a site's own
+parameter may be a function of its rows.
+"""
+LogDensity: TypeAlias = Callable[[Tensors, Tensors, Any], Tensor]
+"""Function (shared parameters by name, the site's own by name, its rows) to log p(rows, own |
+shared) [] in nats.
+"""
+
+
+def leaves(rows: Any) -> list[np.ndarray]:
+    """Return the arrays in a site's rows, which are an array, a data frame, or tuples, lists or
+    mappings of such.
+    """
+    if isinstance(rows, pandas.DataFrame):
+        return [rows.to_numpy()]
+    if isinstance(rows, Mapping):
+        return [leaf for one in rows.values() for leaf in leaves(one)]
+    if isinstance(rows, tuple | list):
+        return [leaf for one in rows for leaf in leaves(one)]
+    return [np.asarray(rows)] if isinstance(rows, Tensor | np.ndarray | int | float) else []
+
+
+def in_double(rows: Any) -> Any:
+    """Return rows whose numbers are in float64, as parameters are."""
+    if isinstance(rows, Tensor):
+        return rows.double() if rows.is_floating_point() else rows
+    if isinstance(rows, Mapping):
+        return {name: in_double(one) for name, one in rows.items()}
+    if isinstance(rows, tuple | list):
+        return type(rows)(map(in_double, rows))
+    return rows
+
+
+def site_of(name: str, rows: Any, local: Local) -> Site:
+    """Return a site whose rows have a log density; a `Policy` counts them by their arrays' longest
+    first dimension, a single one where all are numbers.
+    """
+    arrays = leaves(rows)
+    count = max((len(one) for one in arrays if one.ndim), default=1)
+    frame = pandas.DataFrame(
+        {
+            f"{place}.{k}": column
+            for place, one in enumerate(arrays)
+            if count == (len(one) if one.ndim else 1)
+            for k, column in enumerate(one.reshape(count, -1).T)
+        },
+        index=range(count),
+    )
+    zeros = torch.zeros(count, dtype=torch.float64)
+    return Site(name, frame, zeros[:, None][:, :0], None, zeros, zeros + 1, local=local)
+
+
+def tables_of(
+    sites: Mapping[str, Site],
+    parameters: Sequence[Parameter],
+    policy: Policy | Mapping[str, Policy] | None,
+) -> Tables:
+    """Return sites whose terms are the parameters that they share."""
+    columns = tuple(name for one in parameters for name in one.columns)
+    found = tuple(sites[name] for name in sorted(sites))
+    return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
+
+
+def groups_of(parameters: Sequence[Parameter]) -> Tensor:
+    """Return which group each number [d] of own parameters may belong to: that of its place in the
+    longest first dimension, -1 if its parameter has another one.
+    """
+    most = max((one.free[0] for one in parameters if one.free), default=0)
+    parts = [
+        torch.arange(most).repeat_interleave(one.size // most)
+        if one.free[:1] == (most,)
+        else torch.full((one.size,), -1)
+        for one in parameters
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
+
+
+def _parameters(ranges: Mapping[str, Range], rows: Any) -> tuple[Parameter, ...]:
+    found = []
+    for name, given in ranges.items():
+        support, shape = given if isinstance(given, tuple) else (given, ())
+        shape = shape(rows) if callable(shape) else shape
+        found.append(Parameter.of(name, support, (shape,) if isinstance(shape, int) else shape))
+    return tuple(found)
+
+
+@declared
+def densities(
+    log_density: LogDensity,
+    rows: Mapping[str, Any],
+    *,
+    shared: Mapping[str, Range],
+    local: Mapping[str, Range] | None = None,
+    derivatives: Literal["autograd", "differences"] = "autograd",
+    policy: Policy | Mapping[str, Policy] | None = None,
+) -> Tables:
+    """Make the sites of a log density, as `tables` does of a table: for `posterior`, and for a
+    node's own app.
+
+    Args:
+        log_density: As of `posterior`.
+        rows: {site: its rows}.
+        shared: As of `posterior`.
+        local: As of `posterior`.
+        derivatives: As of `posterior`.
+        policy: As of `tables`; its rules on numbers of rows, sites and draws hold. None bounds what
+            a density tells, for which the owner of the rows answers.
+
+    Raises:
+        ValueError: A range has no map from all numbers.
+    """
+    parameters = _parameters(shared, None)
+    sites = {}
+    for name, one in rows.items():
+        one, own = in_double(one), _parameters(local or {}, one)
+
+        def density(phi: Tensor, z: Tensor, rows: Any = one, own: Any = own) -> Tensor:
+            (values, log_jacobian), (ours, _) = constrained(own, z), constrained(parameters, phi)
+            if derivatives == "differences":
+                ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
+            return log_density(ours, values, rows) + log_jacobian
+
+        q, d = (sum(part.size for part in of) for of in (parameters, own))
+        begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+        if derivatives == "autograd":
+            integral = Integral(density, Parts.of(density, *begin, groups_of(own)), begin[1])
+        else:
+            integral = Differences(density, Parts.whole(d), begin[1])
+        made = Local(integral, own, begin[0], lambda phi: phi.new_zeros(()))
+        sites[name] = site_of(name, one, made)
+    return tables_of(sites, parameters, policy)
+
+
+@declared
+def posterior(
+    log_density: LogDensity,
+    sites: Mapping[str, Any] | Sites,
+    *,
+    shared: Mapping[str, Range],
+    local: Mapping[str, Range] | None = None,
+    prior: Callable[[Tensors], Tensor] | None = None,
+    derivatives: Literal["autograd", "differences"] = "autograd",
+    draws: Count = 1000,
+    exact: bool = False,
+    seed: int = 0,
+    aggregation: Adder | None = None,
+) -> Posterior:
+    """Fit any log density to the rows of all sites, and return its posterior: each site integrates
+    its own parameters out, and the federation's are found by sums.
+
+    Args:
+        log_density: Function (shared, own, rows) to log p(rows, own | shared) in nats, in torch:
+            of parameters by name, and of a site's rows. It may not depend on control flow by
+            values.
+        sites: {site: its rows}, tensors, or tuples or mappings of these, whose numbers become
+            float64; or sites on other machines, whose apps make them by `densities`.
+        shared: {parameter: its range} of what sites share, of `torch.distributions.constraints`,
+            or (range, shape).
+        local: {parameter: its range} of what each site has of its own; a shape may be a function
+            of its rows.
+        prior: Log density of the shared parameters by name, counted once; None for 1.
+        derivatives: How the function's are found: `autograd`, by torch; `differences`, of a
+            function of NumPy arrays, whose site has twenty own parameters at most.
+        draws: Number K of draws of the shared parameters, each a number that every site answers.
+        exact: Whether Hamiltonian chains follow, each of whose steps is a question: a reference,
+            for simulations.
+        seed: Seed of the draws.
+        aggregation: As in `glm`.
+
+    Raises:
+        ValueError: There is no maximum or more than one, the posterior does not fall along a scale,
+            or k-hat stays above .7.
+
+    Example:
+        >>> import torch
+        >>> import bayesfl as bf
+        >>> from torch.distributions import HalfCauchy, Normal, constraints
+        >>> def log_density(shared, own, rows):
+        ...     y, sigma = rows
+        ...     effect = Normal(shared["mu"], shared["tau"]).log_prob(own["theta"])
+        ...     return effect + Normal(own["theta"], sigma).log_prob(y)
+        >>> def prior(shared):
+        ...     return Normal(0, 5).log_prob(shared["mu"]) + HalfCauchy(5).log_prob(shared["tau"])
+        >>> y, sigma = (28, 8, -3, 7, -1, 1, 18, 12), (15, 10, 16, 11, 9, 11, 10, 18)
+        >>> rows = {f"school {j}": torch.tensor(one) for j, one in enumerate(zip(y, sigma))}
+        >>> shared = {"mu": constraints.real, "tau": constraints.positive}
+        >>> local = {"theta": constraints.real}
+        >>> fit = bf.stats.posterior(log_density, rows, shared=shared, local=local, prior=prior)
+        >>> fit.table()["mean"].round(1).tolist()
+        [4.4, 3.6]
+    """
+    if not isinstance(sites, Sites):
+        sites = densities(log_density, sites, shared=shared, local=local, derivatives=derivatives)
+    name = getattr(log_density, "__name__", "a log density")
+    options = {"draws": draws, "exact": exact, "seed": seed, "aggregation": aggregation}
+    return fitted(sites, prior, model=name, **options)

@@ -1,0 +1,590 @@
+"""The posterior of any log density over sites, by questions that are answered by sums.
+
+The sites' own parameters are integrated out where their rows are (`bayesfl.stats.densities
+.integral`), so that the federation sees the shared ones alone, phi, as numbers without a range. Its
+steps:
+
+1. Newton's steps from several starts find the maxima of log p(phi | rows).
+2. Along the logarithm of each scale, as the standard deviation of sites' effects, the other
+   parameters have their own mode and covariance at each of some nodes: the posterior of a hierarchy
+   is a funnel, narrow where the scale is small. A mixture of Student t distributions at these nodes
+   is the proposal.
+3. The sites tell their log integrals at K shared draws of it; the draws' weights follow, and say by
+   Pareto's k-hat how far they can be relied on.
+4. Each site draws its own parameters for the draws of the shared ones, and keeps them.
+
+Sources: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024;
+Rue, Martino, Chopin, "Approximate Bayesian inference for latent Gaussian models by using integrated
+nested Laplace approximations", J. Royal Statistical Society B 71, 2009, for nodes along
+hyperparameters.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, vmap
+
+from bayesfl.base.options import Count
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.random import Purpose, generator
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.posteriors.importance import Mixture, resampled, weights_of
+from bayesfl.stats import newton
+from bayesfl.stats.asking import Questions, Sites, counted
+from bayesfl.stats.densities.parameters import Parameter, constrained, named
+from bayesfl.stats.densities.questions import Begin, Marginals, Own, local_of
+from bayesfl.stats.fit import Refits
+from bayesfl.stats.policy import LOG_LIKELIHOOD
+from bayesfl.stats.tables import Tables
+
+MOVES = 3
+"""How often the proposal is mended by its own draws."""
+MOST_K = 0.7
+"""A k-hat above this says that the weights' mean cannot be relied on."""
+RESAMPLED = 4000
+"""Number of equally weighted draws that summaries are made of."""
+MOST_MOVE = 2.0
+"""Longest step of a scale's logarithm towards the mode."""
+STEPS = 60
+"""Newton's steps at most."""
+OFFSETS = (-3.5, -2.0, -1.0, 1.0, 2.0, 3.5)
+"""Nodes along a scale, in standard deviations from the mode."""
+LOW = 7.0
+"""An end of a scale's nodes is far enough where the posterior is so many nats below its mode."""
+WIDENED = 4
+"""How often ends that are not are moved out."""
+ROUGH = 1e-4
+"""A node is found where a step promises less than so many nats."""
+STARTS = 4
+"""So many starts, of which the first is the prior's middle."""
+CHAINS, TRAJECTORIES, LEAPS, STEP = 64, 24, 8, 0.4
+"""Chains that move together, how often, in how many steps, of what length at most."""
+APART = 3.0
+"""Maxima are two if they are so many standard deviations apart, and less than `LOW` nats."""
+Target = Callable[[Tensor, int], list[Tensor]]
+"""The log posterior [N], its slopes [N, q] and its Hessians [N, q, q] at phi [N, q] by an order."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Maxima of the log posterior, each over the parameters that were not held.
+
+    Args:
+        theta: Where they are, [N, q].
+        value: The log posterior there, [N]; minus infinity where the search has failed.
+        precision: The negative Hessian, [N, q, q].
+        held: What was held, [N, q].
+    """
+
+    theta: Tensor
+    value: Tensor
+    precision: Tensor
+    held: Tensor
+
+    def __getitem__(self, at: Tensor) -> "Modes":
+        """Return some of them."""
+        return Modes(self.theta[at], self.value[at], self.precision[at], self.held[at])
+
+    @classmethod
+    def together(cls, parts: Sequence["Modes"]) -> "Modes":
+        """Return several as one."""
+        each = ((t.theta, t.value, t.precision, t.held) for t in parts)
+        return cls(*map(torch.cat, zip(*each, strict=True)))
+
+    def evidence(self) -> Tensor:
+        """Return Laplace's log integral over what was not held, [N]."""
+        inner = torch.where(self._pairs(), self.precision, torch.eye(self.theta.shape[1]).double())
+        free = (~self.held).sum(-1)
+        volume = torch.linalg.eigvalsh(inner).abs().clamp_min(1e-12).log().sum(-1)
+        return self.value + free * math.log(2 * math.pi) / 2 - volume / 2
+
+    def _pairs(self) -> Tensor:
+        return ~self.held[:, :, None] & ~self.held[:, None, :]
+
+    def covariances(self, reach: Tensor) -> Tensor:
+        """Return covariances [N, q, q] in which what was held has the standard deviations [N], and
+        the others follow it along the tangent.
+        """
+        eye = torch.eye(self.theta.shape[1], dtype=torch.float64)
+        inner = torch.where(self._pairs(), self.precision, eye)
+        values, vectors = torch.linalg.eigh(inner)
+        covariance = (vectors / values.abs().clamp_min(1e-10)[:, None]) @ vectors.mT
+        covariance = torch.where(self._pairs(), covariance, 0.0)
+        mask = self.held.double()
+        tangent = mask - (covariance @ (self.precision @ mask[..., None]))[..., 0]
+        tangent = torch.where(self.held, mask, tangent)
+        return covariance + (reach.square()[:, None, None] * tangent[:, :, None] * tangent[:, None])
+
+
+def climb(
+    target: Target, begin: Tensor, held: Tensor, scales: Tensor, enough: float = newton.ENOUGH
+) -> Modes:
+    """Find maxima from several starts at once, by Newton's steps.
+
+    Args:
+        target: The log posterior.
+        begin: The starts, [N, q].
+        held: What stays where it is, [N, q].
+        scales: Whether a parameter is a scale's logarithm, [q].
+        enough: A maximum is found where a step promises less than so many nats.
+    """
+    states = [newton.begin(one) for one in begin]
+    full = torch.zeros(len(begin), begin.shape[1], begin.shape[1], dtype=torch.float64)
+    live = torch.ones(len(begin), dtype=torch.bool)
+    for _ in range(STEPS):
+        at = live.nonzero().flatten().tolist()
+        if not at:
+            break
+        value, slope, second = target(torch.stack([states[n]["theta"] for n in at]), 2)
+        for place, n in enumerate(at):
+            full[n] = -second[place]
+            away = torch.where(held[n], 0.0, -slope[place])
+            pairs = ~held[n][:, None] & ~held[n]
+            inner = torch.where(pairs, full[n], torch.eye(len(away), dtype=torch.float64))
+            try:
+                states[n], done = newton.step(states[n], -value[place], away, inner)
+            except ValueError:  # the sum does not fall: no maximum is to be had from here
+                states[n] |= {"loss": torch.tensor(torch.inf, dtype=torch.float64)}
+                done = True
+            move = states[n]["theta"] - states[n]["best"]
+            most = move[scales].abs().amax() if scales.any() else move.new_zeros(())
+            short = (MOST_MOVE / most).clamp(max=1.0)
+            states[n] |= {"theta": states[n]["best"] + short * move}
+            live[n] = not done and float(states[n]["promised"]) >= enough
+    theta = torch.stack([one["best"] for one in states])
+    value = torch.stack([-one["loss"] for one in states])
+    return Modes(theta, torch.where(live, -torch.inf, value), full, held)
+
+
+def proposal(
+    target: Target, best: Modes, scales: Sequence[int], names: Sequence[str]
+) -> Mixture:
+    """Return the mixture at the mode and at nodes along each scale, out to where the posterior is
+    low: the modes of the other parameters where the scale is held.
+
+    Args:
+        target: The log posterior.
+        best: The mode.
+        scales: Places of scales' logarithms.
+        names: Names of the parameters.
+
+    Raises:
+        ValueError: The posterior does not fall along a scale.
+    """
+    q = best.theta.shape[1]
+    covariance, top = best.covariances(torch.zeros(1))[0], best.evidence()
+    sd = covariance.diagonal().sqrt()
+    parts = [(best.theta, covariance[None], top)]
+    found: dict[int, Modes] = {}
+    offsets = {place: list(OFFSETS) for place in scales}
+    for _ in range(1 + WIDENED):
+        if not offsets:
+            break
+        at = torch.tensor([place for place, steps in offsets.items() for _ in steps])
+        steps = torch.tensor([step for steps in offsets.values() for step in steps]).double()
+        reach = steps * sd[at].clamp(max=MOST_MOVE)
+        start = best.theta + (reach / covariance[at, at])[:, None] * covariance[at]
+        held = torch.arange(q) == at[:, None]
+        nodes = climb(target, start, held, torch.arange(q) < 0, ROUGH)
+        ends, offsets = offsets, {}
+        for place in dict.fromkeys(at.tolist()):
+            more = nodes[(at == place) & nodes.value.isfinite()]
+            whole = Modes.together([found[place], more]) if place in found else more
+            whole = found[place] = whole[whole.theta[:, place].argsort()]
+            density = whole.evidence()
+            height = torch.cat([top - sd[place].log() - 1, density]).max() - LOW
+            outer = (max, 1), (min, -1)
+            out = [pick(ends[place]) * 1.6 for pick, _ in outer]
+            high = [density[-1] > height, density[0] > height]
+            if any(high):
+                offsets[place] = [step for step, so in zip(out, high, strict=True) if so]
+    for place in offsets:
+        ends = found[place].theta[[0, -1], place].exp()
+        raise ValueError(
+            f"the posterior does not fall along {names[place]!r}, from {float(ends[0]):.3g} to "
+            f"{float(ends[1]):.3g}: give it a prior that falls on both sides, as HalfNormal"
+        )
+    for place, nodes in found.items():
+        x = nodes.theta[:, place]
+        reach = torch.cat([x[1:2] - x[:1], (x[2:] - x[:-2]) / 2, x[-1:] - x[-2:-1]])
+        parts.append((nodes.theta, nodes.covariances(0.75 * reach), nodes.evidence() + reach.log()))
+    centres, covariances, masses = map(torch.cat, zip(*parts, strict=True))
+    shares = (masses - masses.max()).exp().clamp_min(0.01)
+    return Mixture(centres, covariances, shares / shares.sum())
+
+
+def chains(target: Target, begin: Tensor, around: Tensor, rng: np.random.Generator) -> Tensor:
+    """Return states of Hamiltonian chains that move together, so that a step of all is a question,
+    [T C, q].
+
+    Args:
+        target: The log posterior.
+        begin: Where they begin, [C, q].
+        around: Covariance of the posterior, about, by whose root steps are measured, [q, q].
+        rng: Draws momenta, lengths of steps, and what is accepted.
+
+    Source: Neal, "MCMC using Hamiltonian dynamics", Handbook of MCMC, 2011, section 5.3.
+    """
+    root = torch.linalg.cholesky(around)
+
+    def look(phi: Tensor) -> tuple[Tensor, Tensor]:
+        value, slope = target(phi, 1)
+        return value, slope @ root
+
+    phi, kept = begin, []
+    value, slope = look(phi)
+    for trajectory in range(TRAJECTORIES):
+        step = STEP * rng.uniform(0.5, 1.0)
+        momentum = torch.from_numpy(rng.standard_normal(tuple(phi.shape)))
+        at, energy = phi, value - momentum.square().sum(1) / 2
+        found, pull = value, slope
+        for _ in range(LEAPS):
+            momentum = momentum + step / 2 * pull
+            at = at + step * momentum @ root.T
+            found, pull = look(at)
+            momentum = momentum + step / 2 * pull
+        gain = found - momentum.square().sum(1) / 2 - energy
+        taken = torch.from_numpy(np.log(rng.random(len(phi)))) < gain
+        phi = torch.where(taken[:, None], at, phi)
+        value, slope = torch.where(taken, found, value), torch.where(taken[:, None], pull, slope)
+        if trajectory >= TRAJECTORIES // 3:
+            kept.append(phi)
+    return torch.cat(kept)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Posterior(Refits):
+    """The posterior of a log density over sites; `print` shows its table.
+
+    Args:
+        draws: {parameter: its draws, [S, ...]} of what sites share, equally weighted.
+        here: {site: what it knows of its density}, of sites on this machine.
+        phi: The draws as numbers without a range, [S, q].
+        seed: Seed of the draws.
+        k_hat: Pareto's k-hat of the weighted draws; below .7 their means can be relied on.
+        effective: Effective number of the weighted draws.
+        integrals: {site: Pareto's k-hat of the approximation of its own integral}.
+        evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
+
+    Example:
+        >>> import torch
+        >>> import bayesfl as bf
+        >>> from torch.distributions import Normal, constraints
+        >>> def log_density(shared, own, rows):
+        ...     return Normal(shared["mu"], 1.0).log_prob(rows).sum()
+        >>> rows = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([2.0])}
+        >>> fit = bf.stats.posterior(log_density, rows, shared={"mu": constraints.real})
+        >>> fit.table().loc["mu"].round(2).tolist()[:2]
+        [1.0, 0.58]
+    """
+
+    draws: Tensors
+    here: Mapping[str, Any]
+    phi: Tensor
+    seed: int
+    k_hat: float
+    effective: float
+    integrals: Mapping[str, float]
+    evidence: float
+
+    def table(self, level: float = 0.95) -> Any:
+        """Return means, standard deviations and intervals of what sites share as a data frame of
+        pandas.
+
+        Args:
+            level: Probability of the intervals, between quantiles.
+        """
+        return summaries(entries(self.draws), level)
+
+    def local(self, site: str) -> Tensors:
+        """Return draws of a site's own parameters by name, [S, ...], draw by draw beside `draws`.
+
+        Raises:
+            ValueError: The site is not on this machine.
+        """
+        if site not in self.here:
+            raise ValueError(
+                f"the parameters of {site!r} stay at the site; here are those of {list(self.here)}"
+            )
+        place = list(self.rows).index(site)
+        return self.here[site].drawn(self.phi, self.seed, place)
+
+    def sites(self, level: float = 0.95) -> Any:
+        """Return the sites' own parameters as a data frame of pandas, of sites on this machine.
+
+        Args:
+            level: As in `table`.
+        """
+        found = {
+            (site, name): draws
+            for site in self.here
+            for name, draws in entries(self.local(site)).items()
+        }
+        return summaries(found, level)
+
+    def predict(self, site: str, *rows: Any, draws: Count = 500, **named: Any) -> Tensors:
+        """Return draws of what a Pyro model samples at other rows of a site, and of what is
+        observed where none is given, by name, [S, ...].
+
+        Args:
+            site: The site, whose own parameters are taken.
+            rows: What the model is called with.
+            draws: Number S of draws.
+            named: The same, by name.
+
+        Raises:
+            ValueError: The site is not on this machine, or has no Pyro model.
+        """
+        found = self.local(site)
+        if self.here[site].program is None:
+            raise ValueError("a plain density cannot predict; take draws and local() yourself")
+        values = {name: t[:: len(self.phi) // draws][:draws] for name, t in (self.draws | found).items()}
+        return self.here[site].program.predicted(values, self.seed, *rows, **named)
+
+    def compare(self, other: "Posterior") -> str:
+        """Return in words how two fits compare: by evidence, which is of the same rows and under
+        proper priors alone, and, of Pyro models at sites on this machine, by leaving out rows.
+
+        Args:
+            other: The other fit.
+
+        Source: Vehtari, Gelman, Gabry, "Practical Bayesian model evaluation using leave-one-out
+            cross-validation and WAIC", Statistics and Computing 27, 2017.
+        """
+        lines = [
+            f"A: {self.model}",
+            f"B: {other.model}",
+            f"log Bayes factor of A over B {self.evidence - other.evidence:.4f} nats",
+        ]
+        for site in (name for name in self.here if name in other.here):
+            if self.here[site].program is None or other.here[site].program is None:
+                continue
+            a, b = (fit._left_out(site) for fit in (self, other))
+            error = math.sqrt(len(a) * np.var(a - b))
+            lines.append(
+                f"{site}: {len(a)} rows left out in turn, A - B {(a - b).sum():.2f} nats "
+                f"(standard error {error:.2f})"
+            )
+        return "\n".join(lines)
+
+    def _left_out(self, site: str) -> np.ndarray:
+        """Return the log density of each row of a site given the others, [n], in nats."""
+        import arviz
+
+        logs = torch.cat(list(self.log_likelihood(site).values()), 1).numpy()
+        found, _ = arviz.psislw(-logs.T)
+        return np.asarray(np.logaddexp.reduce(found + logs.T, axis=1))
+
+    def log_likelihood(self, site: str) -> Tensors:
+        """Return the log likelihood of each row of a site at the draws, {statement: [S, n]}, in
+        nats.
+        """
+        return self.here[site].program.pointwise(self.draws | self.local(site))
+
+    def to_arviz(self) -> Any:
+        """Return the draws as ArviZ's InferenceData: shared parameters, those of each site on this
+        machine along `site`, or by name where they have different shapes, and, of a Pyro model,
+        each site's log likelihoods and predictions.
+        """
+        import arviz
+
+        posterior, dims = dict(self.draws), {}
+        own = {site: self.local(site) for site in self.here}
+        for name in dict.fromkeys(name for of in own.values() for name in of):
+            shapes = {of[name].shape for of in own.values()}
+            if len(shapes) == 1:
+                posterior[name] = torch.stack([of[name] for of in own.values()], 1)
+                dims[name] = ["site"]
+            else:
+                posterior |= {f"{name} ({site})": of[name] for site, of in own.items()}
+        more: dict[str, dict[str, Any]] = {}
+        for site, local in self.here.items():
+            if local.program is not None:
+                for name, t in self.log_likelihood(site).items():
+                    more.setdefault("log_likelihood", {})[f"{name} ({site})"] = t[None].numpy()
+                for name, t in self.predict(site).items():
+                    more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[None].numpy()
+        arrays = {name: t[None].numpy() for name, t in posterior.items()}
+        return arviz.from_dict(posterior=arrays, coords={"site": list(own)}, dims=dims, **more)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the fit rests on, {what: value}, for a report."""
+        worst = max(self.integrals, key=lambda site: self.integrals[site])
+        return {
+            "effective draws": round(self.effective),
+            "Pareto's k-hat": self.k_hat,
+            "k-hat of sites' integrals at most": f"{self.integrals[worst]:.2f} ({worst})",
+            "log evidence": self.evidence,
+        }
+
+
+def entries(draws: Tensors) -> dict[str, Tensor]:
+    """Return draws [S] of each entry of parameters [S, ...], by its name."""
+    return {
+        name: column
+        for parameter, t in draws.items()
+        for name, column in zip(
+            named(parameter, t.shape[1:]), t.reshape(len(t), -1).T, strict=True
+        )
+    }
+
+
+def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
+    """Return means, standard deviations and quantiles of draws [S] as a data frame of pandas."""
+    low, high = (1 - level) / 2, (1 + level) / 2
+    values = torch.stack(list(draws.values())).numpy()
+    columns = {
+        "mean": values.mean(1),
+        "sd": values.std(1, ddof=1),
+        f"{100 * low:g} %": np.quantile(values, low, axis=1),
+        f"{100 * high:g} %": np.quantile(values, high, axis=1),
+    }
+    return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
+
+
+def fitted(
+    sites: Sites,
+    prior: Callable[[Tensors], Tensor] | None,
+    *,
+    model: str,
+    draws: int,
+    exact: bool,
+    seed: int,
+    aggregation: Adder | None,
+) -> Posterior:
+    """Return the posterior of the sites' densities.
+
+    Args:
+        sites: The sites, whose terms are the shared parameters.
+        prior: Log density of these by name, counted once; None where the sites' models have it.
+        model: What is fitted, in words.
+        draws: Number K of weighted draws.
+        exact: Whether chains are run from these.
+        seed: Seed of the draws.
+        aggregation: What adds the answers; None adds them openly.
+
+    Raises:
+        ValueError: Sites have different priors, there is no maximum or more than one, the posterior
+            does not fall along a scale, or k-hat stays above .7.
+    """
+    asked = Questions(sites, aggregation)
+    terms: Any = sites.terms
+    parameters: tuple[Parameter, ...] = terms
+    names = tuple(name for one in parameters for name in one.columns)
+    q, j = len(names), len(sites.names)
+    scales = torch.tensor([one.is_scale for one in parameters for _ in one.columns])
+
+    def ours(phi: Tensor) -> Tensor:
+        values, log_jacobian = constrained(parameters, phi)
+        return log_jacobian if prior is None else log_jacobian + prior(values)
+
+    def target(phi: Tensor, order: int) -> list[Tensor]:
+        told = asked.conduct(Marginals(j, q, order, {"phi": phi}))
+        of = (ours, grad(ours), hessian(ours))[: order + 1]
+        return [
+            told[name] + vmap(one)(phi).detach()
+            for name, one in zip((LOG_LIKELIHOOD, "slope", "hessian"), of, strict=False)
+        ]
+
+    begun = asked.conduct(Begin(j, q))
+    apart = (begun["prior"] - begun["prior"][0]).abs().amax(1)
+    if (apart > 1e-6 * (1 + begun["prior"][0].abs().max())).any():
+        other = sites.names[int(apart.argmax())]
+        raise ValueError(
+            f"the priors of {sites.names[0]!r} and {other!r} differ, by {float(apart.max()):.3g} "
+            "nats at a point: a prior may not read rows, as there would be one for each site; give "
+            "it numbers"
+        )
+    best = _mode(target, begun["begin"][0], scales, parameters, seed)
+    mixture = proposal(target, best, scales.nonzero().flatten().tolist(), names)
+    for move in range(1 + MOVES):
+        rng = generator(seed, Purpose.POSTERIOR, index=move)
+        phi, log_density = mixture.draw(draws, rng)
+        (value,) = target(phi, 0)
+        ratio = value - log_density
+        weights, k_hat = weights_of(ratio)
+        if k_hat <= MOST_K:
+            break
+        mass = torch.from_numpy(weights)
+        centre = mass @ phi
+        spread = (phi - centre).T @ (mass[:, None] * (phi - centre))
+        spread += 1e-9 * spread.diagonal().max() * torch.eye(q)
+        mixture = mixture.besides(centre, spread)
+    else:
+        raise ValueError(
+            f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so "
+            "their means cannot be relied on: take more draws=, a narrower prior, or fewer shared "
+            "parameters"
+        )
+    rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
+    phi = phi[torch.from_numpy(resampled(weights, RESAMPLED, rng))]
+    if exact:
+        phi = chains(target, phi[:CHAINS], torch.cov(phi.T).reshape(q, q), rng)
+    integrals = asked.conduct(Own(j, seed, {"phi": phi}))["k_hat"]
+    found, _ = vmap(lambda one: constrained(parameters, one))(phi)
+    here: Any = sites.sites if isinstance(sites, Tables) else ()
+    return Posterior(
+        model=model,
+        names=tuple(entries(found)),
+        draws=found,
+        here={site.name: local_of(site) for site in here},
+        phi=phi,
+        seed=seed,
+        rows=counted(sites.names, begun["rows"]),
+        dropped={},
+        left_out=asked.left_out,
+        effective=1 / float((weights**2).sum()),
+        k_hat=k_hat,
+        integrals=dict(zip(sites.names, integrals.tolist(), strict=True)),
+        evidence=float(ratio.logsumexp(0)) - math.log(draws),
+        released=asked.released,
+        refit=lambda chosen: fitted(
+            sites.only(chosen),
+            prior,
+            model=model,
+            draws=draws,
+            exact=exact,
+            seed=seed,
+            aggregation=aggregation,
+        ),
+    )
+
+
+def _mode(
+    target: Target, begin: Tensor, scales: Tensor, parameters: Sequence[Parameter], seed: int
+) -> Modes:
+    """Return the maximum of the log posterior.
+
+    Raises:
+        ValueError: There is none, or another one that counts.
+    """
+    rng = generator(seed, Purpose.START)
+    away = torch.from_numpy(rng.standard_normal((STARTS, len(begin))))
+    away[0] = 0
+    free = torch.zeros(STARTS, len(begin), dtype=torch.bool)
+    found = climb(target, begin + 2 * away, free, scales)
+    found = found[found.value.isfinite()]
+    if not len(found.theta):
+        raise ValueError(
+            "the posterior has no maximum that Newton's steps find: a shared parameter may have no "
+            "prior and no rows that say something of it"
+        )
+    best = found[found.value.argmax()[None]]
+    away = found.theta - best.theta
+    apart = torch.einsum("ni,nij,nj->n", away, best.precision.expand(len(away), -1, -1), away)
+    others = (apart.abs() > APART**2) & (found.evidence() > best.evidence() - LOW)
+    if others.any():
+        two = torch.cat([best.theta, found.theta[others][:1]])
+        values = entries(vmap(lambda phi: constrained(parameters, phi)[0])(two))
+        told = ", ".join(f"{name} {a:.4g} or {b:.4g}" for name, (a, b) in values.items())
+        raise ValueError(
+            f"the posterior has two maxima, {told}, of which a summary would say nothing: order "
+            "what is exchangeable, or give priors that choose"
+        )
+    return best
