@@ -147,12 +147,16 @@ class Mixture:
         """
         q = self.centres.shape[1]
         points = stats.qmc.Halton(q + 2, rng=int(rng.integers(2**32))).random(count)
-        of = np.searchsorted(self.shares.cumsum(0).numpy(), points[:, 0]).clip(max=len(self.shares) - 1)
+        of = np.searchsorted(self.shares.cumsum(0).numpy(), points[:, 0]).clip(
+            max=len(self.shares) - 1
+        )
         roots = WIDER * torch.linalg.cholesky(self.covariances)
         standard, _ = _student(points[:, 2:], points[:, 1], roots[of])
         found = self.centres[of] + (roots[of] @ standard[..., None])[..., 0]
-        away = torch.linalg.solve_triangular(
-            roots, (found - self.centres[:, None]).mT, upper=False
-        ).square().sum(1)  # [C, K]
+        away = (
+            torch.linalg.solve_triangular(roots, (found - self.centres[:, None]).mT, upper=False)
+            .square()
+            .sum(1)
+        )  # [C, K]
         logs = _log_student(away, q, roots)
         return found, (self.shares.log()[:, None] + logs).logsumexp(0)

@@ -1,7 +1,7 @@
 """Any Pyro model over sites whose rows may not be pooled.
 
 What sites share is found by sums over sites; what is a site's own stays there. See
-`bayesfl.stats.densities.posterior` for how.
+`bayesfl.stats.density.posterior` for how.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,8 @@ from bayesfl.base.options import Count, declared
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.pyro.program import Program
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.densities.plain import site_of, tables_of
-from bayesfl.stats.densities.posterior import Posterior, fitted
+from bayesfl.stats.density.plain import site_of, tables_of
+from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
 from bayesfl.stats.tables import Tables
 
@@ -33,7 +33,7 @@ def densities(
         model: As of `fit`.
         rows: {site: its rows}.
         shared: As of `fit`.
-        policy: As of `bayesfl.stats.densities.plain.densities`.
+        policy: As of `bayesfl.stats.density.plain.densities`.
 
     Raises:
         ValueError: The model has what cannot be read, or other shapes at another site.

@@ -1,13 +1,10 @@
 """What is read of a Pyro model: its parameters, and its log density at a site's rows.
 
 Pyro's handlers are one list for the whole process, so that a model is traced under a lock; the
-parameter store is left as it was, and so is validation. Where many draws are computed at once, by
-`torch.vmap`, torch cannot ask whether values are valid, and the answer is taken to be yes: what is
-not becomes NaN, and a draw that is left out.
+parameter store is left as it was.
 """
 
 import copy
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,31 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.options import nearest
 from bayesfl.base.protocols import Tensors
-from bayesfl.stats.densities.integral import Integral, Parts
-from bayesfl.stats.densities.local import Local
-from bayesfl.stats.densities.parameters import Parameter, constrained, unconstrained
-from bayesfl.stats.densities.plain import groups_of, in_double
+from bayesfl.stats.density.integral import Integral, Parts, Unasked
+from bayesfl.stats.density.local import Local
+from bayesfl.stats.density.parameters import Parameter, constrained, unconstrained
+from bayesfl.stats.density.plain import groups_of, in_double
 
 _LOCK = threading.RLock()
 MIDDLE = 15
 """The search begins at the median of so many draws of the prior."""
-
-
-class _Unasked(TorchFunctionMode):
-    """Answer torch's validation of many draws at once: yes."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch._is_all_true or func is Tensor.__bool__:  # pyright: ignore[reportPrivateUsage]
-            asking = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
-            if asking.startswith("torch.distributions"):
-                return True
-        return func(*args, **(kwargs or {}))
 
 
 def _doubled(msg: Any) -> None:
@@ -105,15 +88,16 @@ class Program:
         """Return the log density of each sample statement at values of all parameters."""
         from pyro.distributions.util import scale_and_mask
 
-        with _Unasked():
+        with Unasked():
             return {
-                name: scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"])
+                name: scale_and_mask(
+                    node["fn"].log_prob(node["value"]), node["scale"], node["mask"]
+                )
                 for name, node in self.nodes(values).items()
             }
 
     def pointwise(self, values: Tensors) -> Tensors:
         """Return the log density of what is observed, {statement: [S, n]}, at draws [S, ...]."""
-
         names = self.observed
 
         def one(values: Tensors) -> Tensors:
@@ -156,7 +140,9 @@ class Program:
             torch.manual_seed(0)
             looks = [self.nodes({}) for _ in range(MIDDLE)]
         first = looks[0]
-        latent = {name: self._parameter(name, node) for name, node in first.items() if _is_latent(node)}
+        latent = {
+            name: self._parameter(name, node) for name, node in first.items() if _is_latent(node)
+        }
         for other in looks[1:]:
             again = {n: self._parameter(n, node) for n, node in other.items() if _is_latent(node)}
             if again != latent:
@@ -182,6 +168,13 @@ class Program:
                     f"{name!r} is shared and stands in the plate {inside[0]!r} of rows, which "
                     "other sites do not have: sample it outside, or leave it out of shared="
                 )
+        for node in first.values():
+            for frame in node["cond_indep_stack"]:
+                if frame.full_size is not None and frame.size < frame.full_size:
+                    raise self._error(
+                        f"the plate {frame.name!r} has a subsample, so that other rows are left "
+                        "out: take subsample_size= away"
+                    )
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             self.nodes({name: first[name]["value"] for name in latent})
@@ -190,13 +183,6 @@ class Program:
                     "the model draws random numbers of its own, so that its density is another one "
                     "at each call: give each draw a pyro.sample statement"
                 )
-        for node in first.values():
-            for frame in node["cond_indep_stack"]:
-                if frame.full_size is not None and frame.size < frame.full_size:
-                    raise self._error(
-                        f"the plate {frame.name!r} has a subsample, so that other rows are left "
-                        "out: take subsample_size= away"
-                    )
         ours = tuple(latent[name] for name in shared)
         own = tuple(one for name, one in latent.items() if name not in shared)
         middle = [
@@ -238,13 +224,13 @@ class Program:
             parts = Parts.of(density, begin, middle, groups_of(own))
         except RuntimeError as error:
             raise self._error(
-                f"it cannot be computed for many draws at once: {error}; control flow may not "
-                "depend on parameters, as torch.where may"
+                "it cannot be computed for many draws at once: what is done may not depend on a "
+                f"parameter's value, but by torch.where ({str(error).splitlines()[0]})"
             ) from error
         if not torch.isclose(both[0], both[1], rtol=1e-9, equal_nan=True):
             raise self._error(
-                f"the prior of {', '.join(shared)} depends on the site's own parameters: list these "
-                "in shared=, too, or make it depend on none"
+                f"the prior of {', '.join(shared)} depends on the site's own parameters: list "
+                "these in shared=, too, or make it depend on none"
             )
         return ours, Local(Integral(density, parts, middle), own, begin, prior, self)
 

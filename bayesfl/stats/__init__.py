@@ -3,8 +3,8 @@
 Every fit is a few questions, each answered by sums over a site's rows.
 """
 
-from bayesfl.stats.densities.plain import densities, posterior
-from bayesfl.stats.densities.posterior import Posterior
+from bayesfl.stats.density.plain import densities, posterior
+from bayesfl.stats.density.posterior import Posterior
 from bayesfl.stats.describe import Description, describe
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
@@ -23,10 +23,11 @@ __all__ = [
     "KaplanMeier",
     "Mixed",
     "Policy",
-    "Tables",
     "Posterior",
+    "Tables",
     "Tested",
     "cox",
+    "densities",
     "describe",
     "glm",
     "interaction",
@@ -36,7 +37,6 @@ __all__ = [
     "mixed",
     "piecewise",
     "posterior",
-    "densities",
     "tables",
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from bayesfl.base import archive
 from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.density.parameters import Parameter
 from bayesfl.stats.formulas import Formula
 from bayesfl.stats.survival.piecewise import Cut
 from bayesfl.stats.survival.times import Grid
@@ -17,7 +18,7 @@ from bayesfl.stats.terms import Interaction, Levels, Number
 
 def known() -> dict[str, type]:
     """Return the classes that may be made, by name."""
-    parts = (Number, Levels, Interaction, Formula, Grid, Cut)
+    parts = (Number, Levels, Interaction, Formula, Parameter, Grid, Cut)
     found: dict[str, type] = {one.__name__: one for one in parts}
     waiting: list[type] = [SiteSurvey]
     while waiting:

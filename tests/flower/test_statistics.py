@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
 
 import bayesfl as bf
 from bayesfl.commands.main import main
@@ -547,3 +550,47 @@ def test_files_of_a_node_run_nothing_and_are_bounded(
             patch.setattr(statistics, name, most)
             with pytest.raises(BadClients, match="files of its own models at most"):
                 analyse(grid, analysis, sites=4, timeout=5.0)
+
+
+def schools(sigma: Tensor, y: Tensor) -> None:
+    """Eight schools."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", len(y)):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        pyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def test_a_pyro_model_over_nodes(tmp_path: Path):
+    """The simulation's numbers; draws of own effects stay on the nodes."""
+    y = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12])
+    sigma = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
+    rows = {"north": (sigma[:4], y[:4]), "south": (sigma[4:], y[4:])}
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        return bf.pyro.densities(schools, {name: rows[name]}, shared=["mu", "tau"])
+
+    (tmp_path / "policy.toml").write_text("min_rows = 1\nmax_parameters_per_row = 1.0")
+    nodes = {NODES[name]: name for name in rows}
+    config = {
+        node: {"site": name, "policy": str(tmp_path / "policy.toml")}
+        for node, name in nodes.items()
+    }
+    grid = LocalGrid(dict.fromkeys(nodes, site_app(load_tables)), tmp_path, config=config)
+
+    def analysis(remote: Sites) -> Any:
+        return bf.pyro.fit(schools, remote, shared=["mu", "tau"])
+
+    found = analyse(grid, analysis, sites=list(rows), timeout=60.0)
+    wanted = bf.pyro.fit(schools, rows, shared=["mu", "tau"])
+    assert np.allclose(found.table(), wanted.table(), rtol=1e-9)
+    assert found.evidence == pytest.approx(wanted.evidence, rel=1e-9)
+    assert found.integrals.keys() == rows.keys()
+    with pytest.raises(ValueError, match="stay at the site"):
+        found.local("north")
+    (kept,) = (tmp_path / str(NODES["south"])).rglob("own-*.csv")
+    own = pd.read_csv(kept)
+    assert np.allclose(
+        own["theta[1]"].mean(), wanted.local("south")["theta"][:, 1].mean(), rtol=1e-9
+    )

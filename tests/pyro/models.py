@@ -197,7 +197,9 @@ def _rows(name: str) -> dict[str, Any]:
             found[f"site {j}"] = (group, g, 1 + effect[group] + 0.7 * normal(n))
         if name == "nested":
             w, p, v = (3, 4, 3) if j else (4, 3, 4)
-            found[f"site {j}"] = (1 + normal(w, 1, 1) + 0.6 * normal(w, p, 1) + 0.5 * normal(w, p, v),)
+            found[f"site {j}"] = (
+                1 + normal(w, 1, 1) + 0.6 * normal(w, p, 1) + 0.5 * normal(w, p, v),
+            )
         if name == "poisson":
             x, exposure = normal(12), 0.5 + normal(12).abs()
             rate = exposure * (0.3 + 0.5 * normal(1) + 0.4 * x).exp()
@@ -219,7 +221,11 @@ def _rows(name: str) -> dict[str, Any]:
             x = normal(30, 2)
             found[f"site {j}"] = (x, x @ torch.tensor([1.0, -0.5]) + j + 0.5 * normal(30))
         if name == "three_levels":
-            found[f"site {j}"] = (group, g, 1 + 0.8 * normal(1) + 0.7 * effect[group] + 0.6 * normal(n))
+            found[f"site {j}"] = (
+                group,
+                g,
+                1 + 0.8 * normal(1) + 0.7 * effect[group] + 0.6 * normal(n),
+            )
     return found
 
 

@@ -22,7 +22,9 @@ def main(names: list[str]) -> None:
     for name in names or MODELS:
         model, shared, rows = MODELS[name]
         rows = {
-            site: tuple(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in of)
+            site: tuple(
+                t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in of
+            )
             for site, of in rows.items()
         }
         model = model.double() if isinstance(model, torch.nn.Module) else model
@@ -36,7 +38,11 @@ def main(names: list[str]) -> None:
         }
         known = json.loads(PATH.read_text()) if PATH.exists() else {}
         PATH.write_text(json.dumps(known | {name: found}, indent=1))
-        print(name, {k: float(v["n_eff"].min()) for k, v in chains.diagnostics().items() if "n_eff" in v}, flush=True)
+        print(
+            name,
+            {k: float(v["n_eff"].min()) for k, v in chains.diagnostics().items() if "n_eff" in v},
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The posterior of a plain function, log p(rows, own | shared), over sites."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,10 +12,10 @@ from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.densities.integral import Differences, Integral, Parts
-from bayesfl.stats.densities.local import Local
-from bayesfl.stats.densities.parameters import Parameter, constrained
-from bayesfl.stats.densities.posterior import Posterior, fitted
+from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
+from bayesfl.stats.density.local import Local
+from bayesfl.stats.density.parameters import Parameter, constrained
+from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
 from bayesfl.stats.tables import Site, Tables
 
@@ -141,7 +140,8 @@ def densities(
             (values, log_jacobian), (ours, _) = constrained(own, z), constrained(parameters, phi)
             if derivatives == "differences":
                 ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
-            return log_density(ours, values, rows) + log_jacobian
+            with Unasked():
+                return log_density(ours, values, rows) + log_jacobian
 
         q, d = (sum(part.size for part in of) for of in (parameters, own))
         begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)

@@ -1,18 +1,19 @@
 """Integrals over a site's own parameters, of any log density.
 
-A site's log density f(phi, z) depends on the shared parameters phi [q] and on its own z [d], all
-unconstrained. The site tells log of the integral of exp f(phi, z) over z: by Laplace's approximation
-around the mode z^ of f,
+A site's log density f(phi, z) depends on the shared parameters phi [q] and on its own z [d], which
+have no range. The site returns the logarithm of the integral of exp f(phi, z) over z: by Laplace's
+approximation around the mode z^ of f,
 
     log m(phi) = f(phi, z^) - log |H| / 2 + d log(2 pi) / 2,      H = -Hessian of f by z at z^,
 
-or by Gauss-Hermite quadrature around the same mode where parts of one or two parameters depend on no
-others. Parts are as those of the patients of a hospital: given what they have in common, none
-depends on another, so that H is an arrow whose blocks are found by as many directions as a part has
+or by Gauss-Hermite quadrature around the same mode where parts of one or two parameters depend on
+no others. A part is a patient of a hospital, for example: given what patients have in common, none
+depends on another. H is then an arrow matrix, whose blocks need as many directions as a part has
 parameters, whatever the number of parts.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
 
 Density: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A site's log density by phi [q] and z [d], in nats."""
@@ -30,6 +32,19 @@ NUMBERS = 2**18
 """So many own parameters are looked at at once."""
 STEPS, HALVINGS = 100, 30
 """Newton's steps towards a mode at most, and how often each is halved."""
+
+
+class Unasked(TorchFunctionMode):
+    """Skip the validation of torch's distributions, which `torch.vmap` cannot do for many draws at
+    once. What is not valid becomes NaN, and the draw is left out.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._is_all_true or func is Tensor.__bool__:  # pyright: ignore[reportPrivateUsage]
+            asking = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+            if asking.startswith("torch.distributions"):
+                return True
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -199,7 +214,6 @@ class Integral:
 
     def curved(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return the slope of f by z [d] and H, at one phi [q] and z [d]."""
-
         slope, pull = vjp(lambda z: grad(self.density, argnums=1)(phi, z), z)
         images = -vmap(lambda direction: pull(direction)[0])(self.parts.directions)
         return slope, Curved.of(self.parts, images, safe)
@@ -242,7 +256,9 @@ class Integral:
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return f [N] at phi [N, q] and z [N, d]; minus infinity where it is not a number."""
-        return vmap(self.density)(phi, z).nan_to_num(-torch.inf, posinf=-torch.inf)
+        return vmap(self.density)(phi, z).nan_to_num(
+            -torch.inf, posinf=-torch.inf, neginf=-torch.inf
+        )
 
     def laplace(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return Laplace's log m [N] at phi [N, q] and their modes z [N, d]."""
@@ -319,7 +335,6 @@ class Integral:
         """Return what noise [N, M, d] makes draws of the normal approximation, [N, M, d], and the
         log determinant of H [N], at phi [N, q] and the modes z [N, d].
         """
-
         _, curved = self.curvature(phi, z)
         return z[:, None] + curved.spread(noise), curved.log_volume
 
@@ -346,7 +361,7 @@ class Integral:
             for root, mass in zip(*np.polynomial.legendre.leggauss(6), strict=True):
                 at = slope(phi, z[:, None] + (root + 1) / 2 * way) * way
                 found = found + mass / 2 * at[..., units].sum(-1)
-        return found.nan_to_num(-torch.inf, posinf=-torch.inf)
+        return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 @dataclass(frozen=True)
@@ -358,7 +373,9 @@ class Differences(Integral):
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return f [N], one after the other; see `Integral`."""
         found = [float(self.density(*both)) for both in zip(phi, z, strict=True)]
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(-torch.inf, posinf=-torch.inf)
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(
+            -torch.inf, posinf=-torch.inf, neginf=-torch.inf
+        )
 
     def curvature(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return slopes and H by differences; see `Integral`."""

@@ -1,4 +1,4 @@
-"""Parameters of a log density: their names, shapes and ranges, and vectors of unconstrained numbers.
+"""Parameters of a log density: names, shapes and ranges, and vectors of numbers without a range.
 
 A range is one of `torch.distributions.constraints`, and `biject_to` maps numbers without a range to
 it; a density of parameters becomes one of these numbers by the log of the map's Jacobian.
@@ -104,9 +104,7 @@ def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:
 def split(parameters: Sequence[Parameter], numbers: Tensor) -> Tensors:
     """Return the numbers without a range [d] by parameter, in its shape."""
     parts = numbers.split([one.size for one in parameters])
-    return {
-        one.column: part.reshape(one.free) for one, part in zip(parameters, parts, strict=True)
-    }
+    return {one.column: part.reshape(one.free) for one, part in zip(parameters, parts, strict=True)}
 
 
 def constrained(parameters: Sequence[Parameter], numbers: Tensor) -> tuple[Tensors, Tensor]:
@@ -126,3 +124,12 @@ def unconstrained(parameters: Sequence[Parameter], values: Tensors) -> Tensor:
     """Return the numbers without a range [d] of parameters by name."""
     parts = [one.map.inv(values[one.column]).flatten() for one in parameters]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+def entries(draws: Tensors) -> dict[str, Tensor]:
+    """Return draws [S] of each entry of parameters [S, ...], by its name."""
+    return {
+        name: column
+        for parameter, t in draws.items()
+        for name, column in zip(named(parameter, t.shape[1:]), t.reshape(len(t), -1).T, strict=True)
+    }

@@ -5,33 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.func import grad, hessian, vmap
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.surveys import PerClient
 from bayesfl.stats.asking import SiteSurvey
-from bayesfl.stats.densities.local import Local
-from bayesfl.stats.densities.parameters import named
+from bayesfl.stats.density.parameters import entries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Site
 
 FAR = 1000.0
 """A draw where a site's integral is not a number is so many nats less likely than all others."""
-
-
-def local_of(site: Site) -> Local:
-    """Return what a site knows of its density.
-
-    Raises:
-        ValueError: Its rows are a table, without one.
-    """
-    if site.local is None:
-        raise ValueError(
-            f"site {site.name!r} has a table and no log density; make it by bf.stats.densities"
-        )
-    return site.local
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ class Begin(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's; see `SiteSurvey`."""
-        local = local_of(site)
+        local = site.local
         at = generator(0, Purpose.POSTERIOR).standard_normal((2, self.size))
         told = {
             "begin": local.begin,
@@ -93,13 +78,15 @@ class Marginals(SiteSurvey):
         """Return the shapes of an answer."""
         n, q = state["phi"].shape
         slope, second = {"slope": (n, q)}, {"hessian": (n, q, q)}
-        return {LOG_LIKELIHOOD: (n,)} | (slope if self.order else {}) | (
-            second if self.order > 1 else {}
+        return (
+            {LOG_LIKELIHOOD: (n,)}
+            | (slope if self.order else {})
+            | (second if self.order > 1 else {})
         )
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        local, phi = local_of(site), state["phi"]
+        local, phi = site.local, state["phi"]
         of = (local.prior, grad(local.prior), hessian(local.prior))
         shares = [vmap(one)(phi).detach() / self.sites for one in of[: self.order + 1]]
         found = [local.integral.log_marginals(phi)] if self.order < 2 else []
@@ -115,7 +102,7 @@ class Marginals(SiteSurvey):
 
 
 @dataclass(frozen=True)
-class Own(SiteSurvey):
+class OwnDraws(SiteSurvey):
     """Send sites draws of the shared parameters, for each of which a site draws its own and keeps
     them; ask how far the integral can be relied on.
 
@@ -140,19 +127,12 @@ class Own(SiteSurvey):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return Pareto's k-hat of the site's weights; see `SiteSurvey`."""
         found = torch.zeros(self.sites, dtype=torch.float64)
-        found[place] = local_of(site).k_hat(state["phi"].mean(0), self.seed)
+        found[place] = site.local.k_hat(state["phi"].mean(0), self.seed)
         return {"k_hat": found}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the draws of the site's own parameters, a row each."""
         import pandas
 
-        draws = local_of(site).drawn(state["phi"], self.seed, place)
-        columns = {
-            name: column
-            for parameter, t in draws.items()
-            for name, column in zip(
-                named(parameter, t.shape[1:]), t.flatten(1).T.numpy() if t.ndim > 1 else [t.numpy()]
-            )
-        }
-        return pandas.DataFrame(columns)
+        draws = entries(site.local.drawn(state["phi"], self.seed, place))
+        return pandas.DataFrame({name: t.numpy() for name, t in draws.items()})

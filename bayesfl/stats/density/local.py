@@ -11,8 +11,8 @@ from torch.func import vmap
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.posteriors.importance import weights_of
-from bayesfl.stats.densities.integral import NUMBERS, Integral
-from bayesfl.stats.densities.parameters import Parameter, constrained
+from bayesfl.stats.density.integral import NUMBERS, Integral
+from bayesfl.stats.density.parameters import Parameter, constrained
 
 CANDIDATES = 16
 """A draw is chosen among so many of the normal approximation, by their weights."""
@@ -60,9 +60,7 @@ class Local:
             found.append(chosen)
         return vmap(lambda z: constrained(self.own, z)[0])(torch.cat(found)) if self.own else {}
 
-    def _weighed(
-        self, phi: Tensor, count: int, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _weighed(self, phi: Tensor, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return M draws of the normal approximation at each phi [N, q], [N, M, d], and the
         logarithms of their weights by unit, [N, M, U].
         """

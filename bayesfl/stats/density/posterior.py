@@ -1,6 +1,6 @@
 """The posterior of any log density over sites, by questions that are answered by sums.
 
-The sites' own parameters are integrated out where their rows are (`bayesfl.stats.densities
+The sites' own parameters are integrated out where their rows are (`bayesfl.stats.density
 .integral`), so that the federation sees the shared ones alone, phi, as numbers without a range. Its
 steps:
 
@@ -37,8 +37,9 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Mixture, resampled, weights_of
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, counted
-from bayesfl.stats.densities.parameters import Parameter, constrained, named
-from bayesfl.stats.densities.questions import Begin, Marginals, Own, local_of
+from bayesfl.stats.density.integral import Unasked
+from bayesfl.stats.density.parameters import Parameter, constrained, entries
+from bayesfl.stats.density.questions import Begin, Marginals, OwnDraws
 from bayesfl.stats.fit import Refits
 from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Tables
@@ -162,9 +163,7 @@ def climb(
     return Modes(theta, torch.where(live, -torch.inf, value), full, held)
 
 
-def proposal(
-    target: Target, best: Modes, scales: Sequence[int], names: Sequence[str]
-) -> Mixture:
+def proposal(target: Target, best: Modes, scales: Sequence[int], names: Sequence[str]) -> Mixture:
     """Return the mixture at the mode and at nodes along each scale, out to where the posterior is
     low: the modes of the other parameters where the scale is held.
 
@@ -180,6 +179,7 @@ def proposal(
     q = best.theta.shape[1]
     covariance, top = best.covariances(torch.zeros(1))[0], best.evidence()
     sd = covariance.diagonal().sqrt()
+    unit = sd.clamp(max=MOST_MOVE)
     parts = [(best.theta, covariance[None], top)]
     found: dict[int, Modes] = {}
     offsets = {place: list(OFFSETS) for place in scales}
@@ -188,22 +188,21 @@ def proposal(
             break
         at = torch.tensor([place for place, steps in offsets.items() for _ in steps])
         steps = torch.tensor([step for steps in offsets.values() for step in steps]).double()
-        reach = steps * sd[at].clamp(max=MOST_MOVE)
+        reach = steps * unit[at]
         start = best.theta + (reach / covariance[at, at])[:, None] * covariance[at]
         held = torch.arange(q) == at[:, None]
         nodes = climb(target, start, held, torch.arange(q) < 0, ROUGH)
-        ends, offsets = offsets, {}
+        offsets = {}
         for place in dict.fromkeys(at.tolist()):
             more = nodes[(at == place) & nodes.value.isfinite()]
             whole = Modes.together([found[place], more]) if place in found else more
             whole = found[place] = whole[whole.theta[:, place].argsort()]
             density = whole.evidence()
             height = torch.cat([top - sd[place].log() - 1, density]).max() - LOW
-            outer = (max, 1), (min, -1)
-            out = [pick(ends[place]) * 1.6 for pick, _ in outer]
-            high = [density[-1] > height, density[0] > height]
+            high = [density[end] > height for end in (0, -1)]
+            out = 1.6 * (whole.theta[[0, -1], place] - best.theta[0, place]) / unit[place]
             if any(high):
-                offsets[place] = [step for step, so in zip(out, high, strict=True) if so]
+                offsets[place] = [step for step, so in zip(out.tolist(), high, strict=True) if so]
     for place in offsets:
         ends = found[place].theta[[0, -1], place].exp()
         raise ValueError(
@@ -344,7 +343,9 @@ class Posterior(Refits):
         found = self.local(site)
         if self.here[site].program is None:
             raise ValueError("a plain density cannot predict; take draws and local() yourself")
-        values = {name: t[:: len(self.phi) // draws][:draws] for name, t in (self.draws | found).items()}
+        values = {
+            name: t[:: len(self.phi) // draws][:draws] for name, t in (self.draws | found).items()
+        }
         return self.here[site].program.predicted(values, self.seed, *rows, **named)
 
     def compare(self, other: "Posterior") -> str:
@@ -409,7 +410,9 @@ class Posterior(Refits):
                 for name, t in self.log_likelihood(site).items():
                     more.setdefault("log_likelihood", {})[f"{name} ({site})"] = t[None].numpy()
                 for name, t in self.predict(site).items():
-                    more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[None].numpy()
+                    more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[
+                        None
+                    ].numpy()
         arrays = {name: t[None].numpy() for name, t in posterior.items()}
         return arviz.from_dict(posterior=arrays, coords={"site": list(own)}, dims=dims, **more)
 
@@ -422,17 +425,6 @@ class Posterior(Refits):
             "k-hat of sites' integrals at most": f"{self.integrals[worst]:.2f} ({worst})",
             "log evidence": self.evidence,
         }
-
-
-def entries(draws: Tensors) -> dict[str, Tensor]:
-    """Return draws [S] of each entry of parameters [S, ...], by its name."""
-    return {
-        name: column
-        for parameter, t in draws.items()
-        for name, column in zip(
-            named(parameter, t.shape[1:]), t.reshape(len(t), -1).T, strict=True
-        )
-    }
 
 
 def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
@@ -474,15 +466,20 @@ def fitted(
             does not fall along a scale, or k-hat stays above .7.
     """
     asked = Questions(sites, aggregation)
-    terms: Any = sites.terms
-    parameters: tuple[Parameter, ...] = terms
+    parameters = [one for one in sites.terms if isinstance(one, Parameter)]
+    if len(parameters) < max(1, len(sites.terms)):
+        raise ValueError(
+            "these sites have tables and no log density: make them by bf.stats.densities or "
+            "bf.pyro.densities"
+        )
     names = tuple(name for one in parameters for name in one.columns)
     q, j = len(names), len(sites.names)
     scales = torch.tensor([one.is_scale for one in parameters for _ in one.columns])
 
     def ours(phi: Tensor) -> Tensor:
         values, log_jacobian = constrained(parameters, phi)
-        return log_jacobian if prior is None else log_jacobian + prior(values)
+        with Unasked():
+            return log_jacobian if prior is None else log_jacobian + prior(values)
 
     def target(phi: Tensor, order: int) -> list[Tensor]:
         told = asked.conduct(Marginals(j, q, order, {"phi": phi}))
@@ -526,14 +523,14 @@ def fitted(
     phi = phi[torch.from_numpy(resampled(weights, RESAMPLED, rng))]
     if exact:
         phi = chains(target, phi[:CHAINS], torch.cov(phi.T).reshape(q, q), rng)
-    integrals = asked.conduct(Own(j, seed, {"phi": phi}))["k_hat"]
+    integrals = asked.conduct(OwnDraws(j, seed, {"phi": phi}))["k_hat"]
     found, _ = vmap(lambda one: constrained(parameters, one))(phi)
     here: Any = sites.sites if isinstance(sites, Tables) else ()
     return Posterior(
         model=model,
         names=tuple(entries(found)),
         draws=found,
-        here={site.name: local_of(site) for site in here},
+        here={site.name: site.local for site in here},
         phi=phi,
         seed=seed,
         rows=counted(sites.names, begun["rows"]),

@@ -1,0 +1,169 @@
+"""What is read of a Pyro model, and what is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import bayesfl as bf
+
+Y = torch.tensor([1.0, 2.0, 0.5, 1.5])
+ROWS = {"a": (Y,), "b": (Y + 1,)}
+
+
+def normal(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def with_param(y: Tensor) -> None:
+    scale = pyro.param("scale", torch.tensor(1.0))
+    normal(y * scale)
+
+
+def with_discrete(y: Tensor) -> None:
+    pyro.sample("which", dist.Bernoulli(0.5))
+    normal(y)
+
+
+def with_subsample(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with pyro.plate("rows", len(y), subsample_size=2) as at:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[at])
+
+
+def shared_in_rows(y: Tensor) -> None:
+    with pyro.plate("rows", len(y)):
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def changing(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    top = pyro.sample("top", dist.Uniform(mu, mu + 1))
+    pyro.sample("y", dist.Normal(top, 1.0).expand(y.shape).to_event(1), obs=y)
+
+
+def changing_names(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    if mu > 0:
+        mu = mu + pyro.sample("more", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(mu, 1.0).expand(y.shape).to_event(1), obs=y)
+
+
+def by_value(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    scale = 1.0 if mu > 0 else 2.0
+    pyro.sample("y", dist.Normal(mu, scale).expand(y.shape).to_event(1), obs=y)
+
+
+def at_random(y: Tensor) -> None:
+    normal(y + torch.randn(()))
+
+
+def unobserved(y: Tensor) -> None:
+    pyro.sample("mu", dist.Normal(0.0, 5.0))
+
+
+def of_rows(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(y.mean(), 5.0))
+    pyro.sample("y", dist.Normal(mu, 1.0).expand(y.shape).to_event(1), obs=y)
+
+
+def of_own(y: Tensor) -> None:
+    own = pyro.sample("own", dist.Normal(0.0, 1.0))
+    mu = pyro.sample("mu", dist.Normal(own, 1.0))
+    pyro.sample("y", dist.Normal(mu, 1.0).expand(y.shape).to_event(1), obs=y)
+
+
+def of_length(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0).expand([len(y)]).to_event(1))
+    pyro.sample("y", dist.Normal(mu, 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "shared", "message"),
+    [
+        (with_param, "mu", r"'a'.*'scale' is a pyro\.param.*pyro\.sample"),
+        (with_discrete, "mu", r"'which' is discrete.*sum it out"),
+        (with_subsample, "mu", r"plate 'rows' has a subsample.*subsample_size="),
+        (shared_in_rows, "mu", r"'mu' is shared and stands in the plate 'rows'"),
+        (changing, "mu", r"'top' has another shape or range"),
+        (changing_names, "mu", r"'more' has another shape or range, or is not there"),
+        (by_value, "mu", r"many draws at once.*torch\.where"),
+        (at_random, "mu", r"draws random numbers of its own"),
+        (unobserved, "mu", r"nothing is observed.*obs="),
+        (of_rows, "mu", r"priors of 'a' and 'b' differ.*may not read rows"),
+        (of_own, "mu", r"prior of mu depends on the site's own parameters"),
+        (normal, "my", r"shared= names 'my'.*mu"),
+    ],
+)
+def test_what_cannot_be_read_is_named(model: Callable[..., Any], shared: str, message: str):
+    """The site, the name and the remedy."""
+    with pytest.raises(ValueError, match=message):
+        bf.pyro.fit(model, ROWS, shared=[shared])
+
+
+def test_another_shape_at_another_site():
+    """Which is the site's own, or a mistake."""
+    rows = {"a": (Y,), "b": (Y[:3],)}
+    with pytest.raises(ValueError, match=r"'mu'.*site 'a'.*'b': give it one shape"):
+        bf.pyro.fit(of_length, rows, shared=["mu"])
+
+
+def test_nothing_of_pyros_is_left_behind():
+    """Neither parameters nor handlers; validation is as it was; no draw is taken."""
+    pyro.get_param_store().clear()
+    before = torch.get_rng_state()
+    fit = bf.pyro.fit(normal, ROWS, shared=["mu"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not list(pyro.get_param_store().keys())
+    mean = float(torch.cat([Y, Y + 1]).sum()) / (8 + 1 / 25)
+    assert float(fit.draws["mu"].mean()) == pytest.approx(mean, abs=0.02)
+    assert float(fit.draws["mu"].std()) == pytest.approx((8 + 1 / 25) ** -0.5, rel=0.05)
+
+
+def test_named_arguments_and_one():
+    """What the model is called with."""
+
+    def fitted(rows: Any) -> Any:
+        return bf.pyro.fit(normal, rows, shared=["mu"]).table()
+
+    wanted = fitted(ROWS)
+    assert fitted({site: {"y": y} for site, (y,) in ROWS.items()}).equals(wanted)
+    assert fitted({site: y for site, (y,) in ROWS.items()}).equals(wanted)
+
+
+def test_constrained_parameters_have_their_jacobian_once():
+    """A rate under a gamma prior: conjugate to counts."""
+
+    def counts(y: Tensor) -> None:
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    y = torch.tensor([1.0, 3.0, 2.0])
+    fit = bf.pyro.fit(counts, {"a": y, "b": y, "c": y}, shared=["rate"])
+    exact = dist.Gamma(2.0 + 18, 1.0 + 9)
+    assert float(fit.draws["rate"].mean()) == pytest.approx(float(exact.mean), rel=0.01)
+    assert float(fit.draws["rate"].std()) == pytest.approx(float(exact.stddev), rel=0.05)
+
+
+def test_predictions_and_likelihoods():
+    """Of a site's rows anew, of others, and for ArviZ."""
+    fit = bf.pyro.fit(normal, ROWS, shared=["mu"])
+    again = fit.predict("a")["y"]
+    assert again.shape == (500, 4)
+    assert float(again.std()) == pytest.approx(1.06, abs=0.1)
+    logs = fit.log_likelihood("b")["y"]
+    wanted = dist.Normal(fit.draws["mu"][:, None], 1.0).log_prob(Y + 1)
+    assert torch.allclose(logs, wanted)
+    data = fit.to_arviz()
+    assert data.log_likelihood["y (a)"].shape == (1, 4000, 4)
+    assert data.posterior_predictive["y (a)"].shape == (1, 500, 4)
+    assert "a: 4 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)

@@ -1,0 +1,163 @@
+"""Integrals over a site's own parameters, beside closed forms and sums over a fine grid."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, MultivariateNormal, Normal
+from torch.func import grad, hessian, vmap
+
+from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
+
+GROUPS, ROWS = 6, 4
+
+
+OUTCOMES = 1 + 2 * torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.fixture(autouse=True)
+def unasked() -> Iterator[None]:
+    """Distributions for many draws at once."""
+    with Unasked():
+        yield
+
+
+def vectors(count: int = 3) -> Tensor:
+    return 0.3 * torch.randn(count, 3, generator=torch.Generator().manual_seed(1)).double()
+
+
+def normal(phi: Tensor, z: Tensor) -> Tensor:
+    """Rows around effects of groups, which are around a mean."""
+    effects = Normal(phi[0], phi[1].exp()).log_prob(z).sum()
+    return effects + Normal(z[:, None], phi[2].exp()).log_prob(OUTCOMES).sum()
+
+
+def normal_marginal(phi: Tensor) -> Tensor:
+    spread = torch.eye(ROWS).double() * (2 * phi[2]).exp() + (2 * phi[1]).exp()
+    return (
+        MultivariateNormal(phi[0].expand(ROWS), spread, validate_args=False)
+        .log_prob(OUTCOMES)
+        .sum()
+    )
+
+
+def nested(phi: Tensor, z: Tensor) -> Tensor:
+    """The same around an effect of the site, which comes third."""
+    site, groups = z[2], torch.cat([z[:2], z[3:]])
+    above = Normal(phi[0], 1.5).log_prob(site) + Normal(site, phi[1].exp()).log_prob(groups).sum()
+    return above + Normal(groups[:, None], phi[2].exp()).log_prob(OUTCOMES).sum()
+
+
+def nested_marginal(phi: Tensor) -> Tensor:
+    n = GROUPS * ROWS
+    alike = torch.block_diag(*[torch.ones(ROWS, ROWS).double()] * GROUPS)
+    spread = torch.eye(n).double() * (2 * phi[2]).exp() + 1.5**2 + alike * (2 * phi[1]).exp()
+    return MultivariateNormal(phi[0].expand(n), spread, validate_args=False).log_prob(
+        OUTCOMES.flatten()
+    )
+
+
+def logistic(phi: Tensor, z: Tensor) -> Tensor:
+    effects = Normal(phi[0], phi[1].exp()).log_prob(z).sum()
+    logits = z[:, None].expand(GROUPS, ROWS)
+    return effects + Bernoulli(logits=logits).log_prob((OUTCOMES > 1).double()).sum()
+
+
+SITE = Parts(torch.tensor([2]), torch.tensor([0, 1, 3, 4, 5, 6])[:, None])
+ALONE = Parts(torch.arange(0), torch.arange(GROUPS)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("density", "exact", "parts"),
+    [
+        (normal, normal_marginal, Parts.whole(GROUPS)),
+        (normal, normal_marginal, ALONE),
+        (nested, nested_marginal, Parts.whole(1 + GROUPS)),
+        (nested, nested_marginal, SITE),
+    ],
+)
+def test_of_normal_ones_there_is_a_closed_form(
+    density: Callable[..., Tensor], exact: Callable[[Tensor], Tensor], parts: Parts
+):
+    """Values, slopes and Hessians, whichever parts."""
+    size = len(parts.common) + parts.parts.numel()
+    integral = Integral(density, parts, torch.zeros(size, dtype=torch.float64))
+    phi = vectors()
+    wanted = [vmap(of)(phi) for of in (exact, grad(exact), hessian(exact))]
+    for found, right in zip(integral.derivatives(phi), wanted, strict=True):
+        assert torch.allclose(found, right, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(integral.log_marginals(phi), wanted[0], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("count", [1, GROUPS])
+def test_quadrature_is_a_fine_grids(count: int):
+    """Where Laplace's approximation is off by more than a tenth of a nat."""
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        return logistic(phi, torch.cat([z, z.new_zeros(GROUPS - count)]))
+
+    places = torch.arange(count)
+    parts = Parts(torch.arange(0), places[:, None])
+    integral = Integral(density, parts, torch.zeros(count, dtype=torch.float64))
+    phi = torch.tensor([[0.2, 0.3], [0.0, 0.7]], dtype=torch.float64)
+    grid = torch.linspace(-25, 25, 5001, dtype=torch.float64)
+    wanted = []
+    for one in phi:
+        rest = density(one, torch.zeros(count).double())
+        total = rest
+        for group in range(count):
+            z = torch.zeros(len(grid), count).double()
+            z[:, group] = grid
+            logs = vmap(density, in_dims=(None, 0))(one, z) - rest
+            total = total + logs.logsumexp(0) + math.log(50 / 5000)
+        wanted.append(total)
+    found = integral.log_marginals(phi)
+    assert torch.allclose(found, torch.stack(wanted), atol=1e-4)
+    assert bool(((integral.laplace(phi, integral.modes(phi)) - found).abs() > 0.01 * count).all())
+
+
+def test_two_effects_by_quadrature():
+    """Normal outcomes with an intercept and a slope of each group: exact."""
+    x = torch.linspace(-1, 1, ROWS).double()
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        effects = Normal(phi[:2], 0.7).log_prob(z.reshape(GROUPS, 2)).sum()
+        means = z.reshape(GROUPS, 2) @ torch.stack([torch.ones_like(x), x])
+        return effects + Normal(means, phi[2].exp()).log_prob(OUTCOMES).sum()
+
+    places = torch.arange(2 * GROUPS).reshape(GROUPS, 2)
+    begin = torch.zeros(2 * GROUPS, dtype=torch.float64)
+    integral = Integral(density, Parts(torch.arange(0), places), begin)
+    phi = vectors()
+    assert torch.allclose(
+        integral.log_marginals(phi), integral.laplace(phi, integral.modes(phi)), atol=1e-8
+    )
+
+
+def test_parts_are_found_and_refused():
+    """Groups that depend on each other through a sum are one part."""
+    phi, z = vectors()[0], torch.zeros(GROUPS, dtype=torch.float64)
+    found = Parts.of(normal, phi, z, torch.arange(GROUPS))
+    assert found.parts.shape == (GROUPS, 1)
+
+    def coupled(phi: Tensor, z: Tensor) -> Tensor:
+        return normal(phi, z) - z.sum().square()
+
+    assert Parts.of(coupled, phi, z, torch.arange(GROUPS)).parts.shape == (1, GROUPS)
+    groups = torch.tensor([0, 1, -1, 2, 3, 4, 5])
+    found = Parts.of(nested, phi, torch.zeros(1 + GROUPS).double(), groups)
+    assert torch.equal(found.common, SITE.common)
+    assert torch.equal(found.parts, SITE.parts)
+
+
+def test_differences_are_close():
+    """A function without derivatives."""
+    begin = torch.zeros(GROUPS, dtype=torch.float64)
+    rough = Differences(normal, Parts.whole(GROUPS), begin)
+    phi = vectors(2)
+    values, slopes, hessians = rough.derivatives(phi)
+    assert torch.allclose(values, vmap(normal_marginal)(phi), atol=1e-5)
+    assert torch.allclose(slopes, vmap(grad(normal_marginal))(phi), atol=0.05)
+    assert torch.allclose(hessians, vmap(hessian(normal_marginal))(phi), atol=0.5, rtol=0.02)

@@ -1,0 +1,208 @@
+"""Posteriors of plain densities: closed forms, published references, secure sums, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import HalfCauchy, HalfNormal, Normal, constraints
+
+import bayesfl as bf
+from bayesfl.stats.density.posterior import Posterior
+
+Y, SIGMA = (28.0, 8, -3, 7, -1, 1, 18, 12), (15.0, 10, 16, 11, 9, 11, 10, 18)
+SCHOOLS = {f"school {j}": torch.tensor([Y[j], SIGMA[j]]) for j in range(8)}
+SHARED = {"mu": constraints.real, "tau": constraints.positive}
+REFERENCES = json.loads((Path(__file__).parents[2] / "pyro" / "references.json").read_text())
+
+
+def schools(shared: Any, own: Any, rows: Tensor) -> Tensor:
+    effect = Normal(shared["mu"], shared["tau"]).log_prob(own["theta"])
+    return effect + Normal(own["theta"], rows[1]).log_prob(rows[0])
+
+
+def prior(shared: Any) -> Tensor:
+    return Normal(0, 5).log_prob(shared["mu"]) + HalfCauchy(5).log_prob(shared["tau"])
+
+
+def fitted(**options: Any) -> Posterior:
+    local = {"theta": constraints.real}
+    return bf.stats.posterior(schools, SCHOOLS, shared=SHARED, local=local, prior=prior, **options)
+
+
+def near(draws: Tensor, reference: dict[str, float]) -> None:
+    """Mean within .1 standard deviations, and these within a twentieth."""
+    assert abs(float(draws.mean()) - reference["mean"]) < 0.1 * reference["sd"]
+    assert 0.95 < float(draws.std()) / reference["sd"] < 1.05
+
+
+def test_eight_schools_are_posteriordbs():
+    """Own effects, too; and the same under secure sums."""
+    fit = fitted()
+    for name, t in fit.draws.items():
+        near(t, REFERENCES["posteriordb"][name])
+    for j, site in enumerate(fit.here):
+        near(fit.local(site)["theta"], REFERENCES["posteriordb"][f"theta[{j + 1}]"])
+    hidden = fitted(aggregation=bf.SecureSum())
+    assert np.allclose(hidden.table(), fit.table(), atol=1e-4)
+    assert "nobody saw a single site's" in str(hidden.released)
+    assert fit.questions < 25
+    assert max(fit.released.bytes.values()) < 12_000
+
+
+@pytest.mark.slow
+def test_chains_agree():
+    """The exact way, by questions of slopes."""
+    fit = fitted(exact=True)
+    for name, t in fit.draws.items():
+        near(t, REFERENCES["posteriordb"][name])
+
+
+def regression(shared: Any, own: Any, rows: Any) -> Tensor:
+    x, y = rows
+    return Normal(x @ shared["beta"], 0.5).log_prob(y).sum()
+
+
+def wide(shared: Any) -> Tensor:
+    return Normal(0, 2).log_prob(shared["beta"]).sum()
+
+
+def lines() -> dict[str, tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(0)
+    found = {}
+    for site in "abc":
+        x = torch.from_numpy(rng.standard_normal((12, 2)))
+        found[site] = x, x @ torch.tensor([1.0, -1]).double() + 0.5 * torch.randn(12).double()
+    return found
+
+
+def test_a_conjugate_model_is_its_closed_form():
+    """Mean, covariance and evidence of a linear model with known noise; without one site, too."""
+    rows = lines()
+    fit = bf.stats.posterior(regression, rows, shared={"beta": (constraints.real, 2)}, prior=wide)
+    x, y = (torch.cat([of[k] for of in rows.values()]) for k in (0, 1))
+    covariance = torch.linalg.inv(x.T @ x / 0.25 + torch.eye(2) / 4)
+    mean = covariance @ x.T @ y / 0.25
+    assert torch.allclose(
+        fit.draws["beta"].mean(0), mean, atol=0.05 * float(covariance.max()) ** 0.5
+    )
+    assert torch.allclose(torch.cov(fit.draws["beta"].T), covariance, rtol=0.1, atol=1e-3)
+    spread = 4 * x @ x.T + 0.25 * torch.eye(len(x))
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(len(x)).double(), spread)
+    assert fit.evidence == pytest.approx(float(evidence.log_prob(y)), abs=0.02)
+    assert fit.without("c").n == 24
+    assert "log Bayes factor of A over B 0.0000" in fit.compare(fit)
+
+
+def test_a_function_of_numpy():
+    """Differences in place of derivatives."""
+
+    def density(shared: Any, own: Any, rows: Any) -> Any:
+        apart = (own["theta"] - shared["mu"]) / shared["tau"]
+        noise = (float(rows[0]) - own["theta"]) / float(rows[1])
+        return -0.5 * apart**2 - np.log(shared["tau"]) - 0.5 * noise**2
+
+    few = {name: SCHOOLS[name] for name in list(SCHOOLS)[:3]}
+    options: dict[str, Any] = {"shared": SHARED, "local": {"theta": constraints.real}}
+    options |= {"prior": prior, "draws": 200}
+    rough = bf.stats.posterior(density, few, derivatives="differences", **options)
+    fine = bf.stats.posterior(schools, few, **options)
+    apart = (rough.table()["mean"] - fine.table()["mean"]) / fine.table()["sd"]
+    assert apart.abs().max() < 0.05
+
+
+def test_ragged_own_parameters():
+    """A shape that depends on rows; blocks are found by themselves."""
+
+    def density(shared: Any, own: Any, rows: Any) -> Tensor:
+        group, y = rows
+        effects = Normal(shared["mu"], shared["tau"]).log_prob(own["theta"]).sum()
+        return effects + Normal(own["theta"][group], 1.0).log_prob(y).sum()
+
+    def count(rows: Any) -> int:
+        return int(rows[0].max()) + 1
+
+    rng = np.random.default_rng(0)
+    groups = {"a": [3, 2, 4], "b": [2, 5]}
+    rows = {
+        site: (
+            group,
+            torch.from_numpy(rng.normal(size=len(group)) + rng.normal(size=len(sizes))[group]),
+        )
+        for site, sizes in groups.items()
+        for group in [torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))]
+    }
+    local = {"theta": (constraints.real, count)}
+
+    def weak(shared: Any) -> Tensor:
+        return Normal(0, 3).log_prob(shared["mu"]) + HalfNormal(1).log_prob(shared["tau"])
+
+    fit = bf.stats.posterior(density, rows, shared=SHARED, local=local, prior=weak)
+    assert fit.local("a")["theta"].shape == (4000, 3)
+    frames = {
+        site: pd.DataFrame({"g": group.numpy(), "y": y.numpy()})
+        for site, (group, y) in rows.items()
+    }
+    assert [len(of) for of in frames.values()] == [9, 7]
+    assert fit.here["a"].integral.parts.parts.shape == (3, 1)
+    assert fit.to_arviz().posterior["theta (b)"].shape == (1, 4000, 2)
+
+
+def shifted(shared: Any, own: Any, rows: Any) -> Tensor:
+    return Normal(shared["mu"].square(), 0.1).log_prob(rows).sum()
+
+
+def test_two_maxima_are_named():
+    """A summary of both would say nothing."""
+    rows = {"a": torch.full((5,), 4.0), "b": torch.full((5,), 4.0)}
+    options: dict[str, Any] = {"prior": lambda shared: Normal(0, 5).log_prob(shared["mu"])}
+    with pytest.raises(ValueError, match=r"two maxima, mu -?2 or -?2"):
+        bf.stats.posterior(shifted, rows, shared={"mu": constraints.real}, **options)
+
+
+def test_a_scale_without_a_prior_is_refused():
+    """Two sites say nothing of how far sites differ: the tail does not fall."""
+    few = {name: SCHOOLS[name] for name in list(SCHOOLS)[:2]}
+
+    def flat(shared: Any) -> Tensor:
+        return -shared["tau"].log()
+
+    with pytest.raises(ValueError, match=r"the posterior does not fall along 'tau'"):
+        bf.stats.posterior(
+            schools, few, shared=SHARED, local={"theta": constraints.real}, prior=flat
+        )
+
+
+def test_nothing_is_said_of_a_parameter():
+    """No prior and no rows."""
+
+    def nothing(shared: Any, own: Any, rows: Any) -> Tensor:
+        return Normal(shared["mu"], 1.0).log_prob(rows).sum() + 0 * shared["nu"]
+
+    with pytest.raises(ValueError, match=r"k-hat|no maximum"):
+        bf.stats.posterior(
+            nothing,
+            {"a": torch.ones(5), "b": torch.ones(5)},
+            shared={"mu": constraints.real, "nu": constraints.real},
+        )
+
+
+def test_a_policy_counts_rows_and_draws():
+    """A school is one row."""
+    sites = bf.stats.densities(
+        schools, SCHOOLS, shared=SHARED, local={"theta": constraints.real}, policy=bf.stats.Policy()
+    )
+    with pytest.raises(bf.stats.policy.Refusal, match="min_rows"):
+        bf.stats.posterior(schools, sites, shared=SHARED, prior=prior)
+
+
+def test_tables_have_no_density():
+    """A clear word."""
+    frames = {site: pd.DataFrame({"x": [1.0, 2.0]}) for site in "ab"}
+    sites = bf.stats.tables(frames, terms=["x"])
+    with pytest.raises(ValueError, match="no log density"):
+        bf.stats.posterior(schools, sites, shared=SHARED)
