@@ -47,7 +47,7 @@ from bayesfl.study.study import Study
 from bayesfl.study.table import table
 
 if TYPE_CHECKING:
-    from bayesfl import algorithms, flower, stats
+    from bayesfl import algorithms, flower, pyro, stats
 
 __version__ = "0.4.0"
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "posteriors",
     "predictors",
     "priors",
+    "pyro",
     "rank",
     "selection",
     "simulate",

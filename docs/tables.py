@@ -194,7 +194,17 @@ TRAINING = (
     "What these return and raise",
     *(
         f"bf.{name}"
-        for name in ("callbacks", "data", "engine", "faults", "flower", "models", "optim", "stats")
+        for name in (
+            "callbacks",
+            "data",
+            "engine",
+            "faults",
+            "flower",
+            "models",
+            "optim",
+            "pyro",
+            "stats",
+        )
     ),
 )
 """Headings of the first page of public names; the methods have a page of their own."""

@@ -37,6 +37,17 @@ def densities(
 
     Raises:
         ValueError: The model has what cannot be read, or other shapes at another site.
+
+    Example:
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> import torch
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(mu, 1.0).expand([len(y)]).to_event(1), obs=y)
+        >>> rows = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([2.0])}
+        >>> bf.pyro.densities(model, rows, shared=["mu"]).columns
+        ('mu',)
     """
     sites, first = {}, None
     for name in sorted(rows):

@@ -72,7 +72,7 @@ class Program:
         in_float64._pyro_post_sample = _doubled  # pyright: ignore
         with _LOCK, pyro.get_param_store().scope(), in_float64:
             traced = pyro.poutine.trace(pyro.poutine.condition(self.model, values))
-            found = traced.get_trace(*args, **options).nodes
+            found: Any = traced.get_trace(*args, **options).nodes
         if own := [name for name, node in found.items() if node["type"] == "param"]:
             raise ValueError(
                 f"site {self.site!r}: {own[0]!r} is a pyro.param, which has no prior: make it "

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pyro
-import pyro.distributions as dist
+import pyro.distributions
 import torch
 from pyro.nn import PyroModule, PyroSample
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+
+dist: Any = pyro.distributions  # whose methods of distributions have no types
 
 
 @dataclass
@@ -151,7 +153,8 @@ class Layer(PyroModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = PyroModule[torch.nn.Linear](2, 2)
+        linear: Any = PyroModule[torch.nn.Linear]
+        self.hidden = linear(2, 2)
         self.hidden.weight = PyroSample(dist.Normal(0.0, 1.0).expand([2, 2]).to_event(2))
         self.hidden.bias = PyroSample(dist.Normal(0.0, 0.1).expand([2]).to_event(1))
         self.shift = PyroSample(dist.Normal(0.0, 1.0))

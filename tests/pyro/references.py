@@ -29,7 +29,12 @@ def main(names: list[str]) -> None:
         }
         model = model.double() if isinstance(model, torch.nn.Module) else model
         torch.manual_seed(0)
-        kernel = NUTS(pooled(model, rows, shared), target_accept_prob=0.95)
+        kernel = NUTS(
+            pooled(model, rows, shared),
+            target_accept_prob=0.9,
+            jit_compile=True,
+            ignore_jit_warnings=True,
+        )
         chains = MCMC(kernel, num_samples=4000, warmup_steps=1000, disable_progbar=True)
         chains.run()
         found = {

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
+import pyro.distributions
 import pytest
 import torch
 from torch import Tensor
 
 import bayesfl as bf
 
+dist: Any = pyro.distributions  # whose methods of distributions have no types
 Y = torch.tensor([1.0, 2.0, 0.5, 1.5])
 ROWS = {"a": (Y,), "b": (Y + 1,)}
 

@@ -214,14 +214,15 @@ class Integral:
 
     def curved(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return the slope of f by z [d] and H, at one phi [q] and z [d]."""
-        slope, pull = vjp(lambda z: grad(self.density, argnums=1)(phi, z), z)
+        found: Any = vjp(lambda z: grad(self.density, argnums=1)(phi, z), z)
+        slope, pull = found
         images = -vmap(lambda direction: pull(direction)[0])(self.parts.directions)
         return slope, Curved.of(self.parts, images, safe)
 
     def curvature(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return `curved` at several phi [N, q] and z [N, d]."""
 
-        def one(phi: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        def one(phi: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             slope, curved = self.curved(phi, z, safe)
             return slope, curved.inner, curved.follow, curved.left
 
@@ -234,23 +235,22 @@ class Integral:
         if not self.size:
             return z
         with torch.no_grad():
-            best = self.values(phi, z)
+            best, live = self.values(phi, z), torch.ones(len(phi), dtype=torch.bool)
             for _ in range(STEPS):
                 slope, curved = self.curvature(phi, z, safe=True)
                 move = curved.solved(slope)
-                promised = (slope * move).sum(-1)
-                live = promised > 1e-18
-                if not live.any():
-                    break
+                live &= (slope * move).sum(-1) > 1e-18
+                left = live.clone()
                 for _ in range(HALVINGS):
-                    after = self.values(phi, z + move)
-                    fell = live & ~(after >= best - 1e-12 * best.abs())
-                    if not fell.any():
+                    if not left.any():
                         break
-                    move = torch.where(fell[:, None], move / 2, move)
-                move = torch.where((live & ~fell)[:, None], move, 0.0)
-                z, best = z + move, torch.where(live & ~fell, after, best)
-                if not (live & ~fell).any():
+                    after = self.values(phi, z + move)
+                    taken = left & (after >= best - 1e-12 * best.abs())
+                    z = torch.where(taken[:, None], z + move, z)
+                    best = torch.where(taken, after, best)
+                    move, left = move / 2, left & ~taken
+                live &= ~left  # which rounding keeps from rising
+                if not live.any():
                     break
         return z
 
@@ -295,7 +295,7 @@ class Integral:
         Hessians [N, q, q] by phi [N, q].
         """
         z = self.modes(phi)
-        of = (self.slope, self.hessian)
+        of: tuple[Any, Any] = (self.slope, self.hessian)
         if not self.size:
             of = (grad(self.density), hessian(self.density))
         return [self.laplace(phi, z), *(vmap(one)(phi, z).detach() for one in of[:order])]
@@ -397,7 +397,9 @@ class Differences(Integral):
         return [values(phi), *_differences(values, phi, 0.005)][: order + 1]
 
 
-def _differences(values: Density | Any, at: Tensor, step: float) -> tuple[Tensor, Tensor]:
+def _differences(
+    values: Callable[[Tensor], Tensor], at: Tensor, step: float
+) -> tuple[Tensor, Tensor]:
     """Return slopes [N, d] and Hessians [N, d, d] by central differences of values of [N', d]."""
     n, d = at.shape
     eye = step * torch.eye(d, dtype=at.dtype)

@@ -90,7 +90,9 @@ def _range(node: ast.AST) -> Any:
     kind = getattr(constraints, f"_{node.func.id}")  # pyright: ignore[reportAttributeAccessIssue]
     if not issubclass(kind, constraints.Constraint):
         raise ValueError(ast.unparse(node))
-    return kind(*map(_range, node.args), **{one.arg: _range(one.value) for one in node.keywords})
+    return kind(
+        *map(_range, node.args), **{str(one.arg): _range(one.value) for one in node.keywords}
+    )
 
 
 def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:

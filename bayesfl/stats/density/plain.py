@@ -23,7 +23,7 @@ Range: TypeAlias = Any
 """A range of `torch.distributions.constraints`, or (range, shape), where the shape of a site's own
 parameter may be a function of its rows.
 """
-LogDensity: TypeAlias = Callable[[Tensors, Tensors, Any], Tensor]
+LogDensity: TypeAlias = Callable[[Any, Any, Any], Any]
 """Function (shared parameters by name, the site's own by name, its rows) to log p(rows, own |
 shared) [] in nats.
 """
@@ -101,8 +101,8 @@ def _parameters(ranges: Mapping[str, Range], rows: Any) -> tuple[Parameter, ...]
     found = []
     for name, given in ranges.items():
         support, shape = given if isinstance(given, tuple) else (given, ())
-        shape = shape(rows) if callable(shape) else shape
-        found.append(Parameter.of(name, support, (shape,) if isinstance(shape, int) else shape))
+        size: Any = shape(rows) if callable(shape) else shape
+        found.append(Parameter.of(name, support, (size,) if isinstance(size, int) else size))
     return tuple(found)
 
 
@@ -130,6 +130,16 @@ def densities(
 
     Raises:
         ValueError: A range has no map from all numbers.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributions import Normal, constraints
+        >>> def log_density(shared, own, rows):
+        ...     return Normal(shared["mu"], 1.0).log_prob(rows).sum()
+        >>> rows = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([2.0])}
+        >>> sites = bf.stats.densities(log_density, rows, shared={"mu": constraints.real})
+        >>> sites.names, sites.columns
+        (('a', 'b'), ('mu',))
     """
     parameters = _parameters(shared, None)
     sites = {}

@@ -414,7 +414,8 @@ class Posterior(Refits):
                         None
                     ].numpy()
         arrays = {name: t[None].numpy() for name, t in posterior.items()}
-        return arviz.from_dict(posterior=arrays, coords={"site": list(own)}, dims=dims, **more)
+        groups: dict[str, Any] = {"posterior": arrays, **more}
+        return arviz.from_dict(**groups, coords={"site": list(own)}, dims=dims)
 
     def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
@@ -500,6 +501,7 @@ def fitted(
         )
     best = _mode(target, begun["begin"][0], scales, parameters, seed)
     mixture = proposal(target, best, scales.nonzero().flatten().tolist(), names)
+    k_hat = math.inf
     for move in range(1 + MOVES):
         rng = generator(seed, Purpose.POSTERIOR, index=move)
         phi, log_density = mixture.draw(draws, rng)

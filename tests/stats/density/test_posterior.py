@@ -13,6 +13,7 @@ from torch.distributions import HalfCauchy, HalfNormal, Normal, constraints
 
 import bayesfl as bf
 from bayesfl.stats.density.posterior import Posterior
+from bayesfl.stats.policy import Refusal
 
 Y, SIGMA = (28.0, 8, -3, 7, -1, 1, 18, 12), (15.0, 10, 16, 11, 9, 11, 10, 18)
 SCHOOLS = {f"school {j}": torch.tensor([Y[j], SIGMA[j]]) for j in range(8)}
@@ -196,7 +197,7 @@ def test_a_policy_counts_rows_and_draws():
     sites = bf.stats.densities(
         schools, SCHOOLS, shared=SHARED, local={"theta": constraints.real}, policy=bf.stats.Policy()
     )
-    with pytest.raises(bf.stats.policy.Refusal, match="min_rows"):
+    with pytest.raises(Refusal, match="min_rows"):
         bf.stats.posterior(schools, sites, shared=SHARED, prior=prior)
 
 
