@@ -73,10 +73,21 @@ class Layout:
         pattern: Pattern over parameter names, see `Pattern`.
 
     Raises:
-        ValueError: The pattern, or one of several, matches no parameter, or frozen ones alone.
+        ValueError: The pattern, or one of several, matches no parameter, or frozen ones alone; or
+            the model is a Pyro program.
     """
 
     def __init__(self, model: nn.Module, pattern: Pattern) -> None:
+        for name, module in model.named_modules():
+            if of_pyro := {
+                **vars(module).get("_pyro_samples", {}),
+                **vars(module).get("_pyro_params", {}),
+            }:
+                raise ValueError(
+                    f"{'.'.join(filter(None, (name, next(iter(of_pyro)))))!r} is a PyroSample or "
+                    "PyroParam, which has a prior of its own and is no weight to be trained: "
+                    "bf.pyro.fit fits a Pyro model; or make it a torch.nn.Parameter"
+                )
         every, also = dict(model.named_parameters()), aliases(model)
         covered = {
             name: p

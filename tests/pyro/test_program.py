@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 import bayesfl as bf
@@ -168,3 +169,34 @@ def test_predictions_and_likelihoods():
     assert data.log_likelihood["y (a)"].shape == (1, 4000, 4)
     assert data.posterior_predictive["y (a)"].shape == (1, 500, 4)
     assert "a: 4 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)
+
+
+class Bayesian(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slope + self.bias
+
+
+def _trained(model: Any) -> Any:
+    return bf.algorithms.fedavg(model)
+
+
+def _laplace(model: Any) -> Any:
+    data = (Y[:, None], Y[:, None])
+    return bf.posteriors.Laplace.fit(model, bf.likelihoods.Gaussian(), data, precision=1.0)
+
+
+def _nuts(model: Any) -> Any:
+    data = (Y[:, None], Y[:, None])
+    return bf.posteriors.nuts(model, bf.likelihoods.Gaussian(), data, precision=1.0)
+
+
+@pytest.mark.parametrize("use", [_trained, _laplace, _nuts])
+def test_a_pyro_module_is_no_network(use: Callable[..., Any]):
+    """Its weights would be drawn anew at each call, and the bias trained alone."""
+    with pytest.raises(ValueError, match=r"'slope' is a PyroSample.*bf\.pyro\.fit"):
+        use(Bayesian())
