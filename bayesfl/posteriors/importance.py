@@ -15,12 +15,21 @@ for the weights' smoothing and k-hat.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.random import Purpose, generator
+
+MOVES = 3
+"""How often the proposal is moved to where the weights are."""
+MOST_K = 0.7
+"""A k-hat above this says that the weights' mean cannot be relied on."""
+RESAMPLED = 4000
+"""Number of equally weighted draws that summaries are made of."""
 DEGREES, WIDER = 5.0, 1.2
 """Degrees of freedom of the Student t, and its scale beside that of the Gaussian."""
 
@@ -114,6 +123,78 @@ def resampled(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.n
     """
     at = (np.arange(count) + rng.random()) / count
     return rng.permutation(np.searchsorted(weights.cumsum(), at).clip(max=len(weights) - 1))
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Weighted draws.
+
+    Args:
+        phi: The draws, [K, q].
+        weights: Their weights, [K], which sum to 1.
+        k_hat: Pareto's k-hat of these; below .7 weighted means can be relied on.
+        evidence: Log of the integral of what was to be drawn from, in nats.
+        seed: Seed of the draws.
+    """
+
+    phi: Tensor
+    weights: np.ndarray
+    k_hat: float
+    evidence: float
+    seed: int
+
+    @property
+    def effective(self) -> float:
+        """Return the effective number of the draws."""
+        return 1 / float((self.weights**2).sum())
+
+    def chosen(self) -> Tensor:
+        """Return the places of equally weighted draws, [S]."""
+        rng = generator(self.seed, Purpose.POSTERIOR, index=MOVES + 1)
+        return torch.from_numpy(resampled(self.weights, RESAMPLED, rng))
+
+
+def weighted(
+    proposal: Any,
+    value: Callable[[Tensor], Tensor],
+    moved: Callable[[Any, Tensor, Tensor], Any],
+    *,
+    count: int,
+    seed: int,
+    remedy: str,
+) -> Weighted:
+    """Return draws with weights that can be relied on, of a proposal that is moved until they can.
+
+    Args:
+        proposal: A `Proposal` or `Mixture`.
+        value: Log density of what is to be drawn from, [K] at draws [K, q], in nats.
+        moved: Function from a proposal, and mean [q] and covariance [q, q] of its weighted draws,
+            to the next one.
+        count: Number K of draws.
+        seed: Seed of the draws.
+        remedy: What helps, for the error.
+
+    Raises:
+        ValueError: k-hat stays above `MOST_K`.
+    """
+    k_hat = math.inf
+    for move in range(1 + MOVES):
+        rng = generator(seed, Purpose.POSTERIOR, index=move)
+        phi, log_density = proposal.draw(count, rng)
+        ratio = value(phi) - log_density
+        weights, k_hat = weights_of(ratio)
+        if k_hat <= MOST_K:
+            evidence = float(ratio.logsumexp(0)) - math.log(count)
+            return Weighted(phi, weights, k_hat, evidence, seed)
+        mass = torch.from_numpy(weights)
+        centre = mass @ phi
+        around = (phi - centre).T @ (mass[:, None] * (phi - centre))
+        around += 1e-12 * float(around.diagonal().max()) * torch.eye(len(centre))
+        proposal = moved(proposal, centre, around)
+    raise ValueError(
+        f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
+        f"means cannot be relied on: {remedy}"
+    )
 
 
 @dataclass(frozen=True)

@@ -564,6 +564,19 @@ class Fit(Refits):
         return self._refitted({site: [site] for site in self.rows}, term, level)
 
 
+def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
+    """Return means, standard deviations and quantiles of draws [S] as a data frame of pandas."""
+    low, high = (1 - level) / 2, (1 + level) / 2
+    values = torch.stack(list(draws.values())).numpy()
+    columns = {
+        "mean": values.mean(1),
+        "sd": values.std(1, ddof=1),
+        f"{100 * low:g} %": np.quantile(values, low, axis=1),
+        f"{100 * high:g} %": np.quantile(values, high, axis=1),
+    }
+    return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
+
+
 def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 

@@ -41,7 +41,7 @@ from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.posteriors.importance import Proposal, resampled, weights_of
+from bayesfl.posteriors.importance import Proposal, Weighted, weighted
 from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
     Questions,
@@ -54,17 +54,11 @@ from bayesfl.stats.asking import (
     with_likelihood,
 )
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
-from bayesfl.stats.fit import Refits, inverse
+from bayesfl.stats.fit import Refits, inverse, summaries
 from bayesfl.stats.hierarchy import Groups, Phi
 from bayesfl.stats.tables import Site, Tables
 from bayesfl.stats.terms import column_of, numbers
 
-MOVES = 3
-"""How often the proposal is moved to where the weights are."""
-MOST_K = 0.7
-"""A k-hat above this says that the weights' mean cannot be relied on."""
-RESAMPLED = 4000
-"""Number of equally weighted draws that summaries are made of."""
 FAR = 1000.0
 """A draw that is left out is so many nats less likely than all others."""
 NUMBERS = 2**24
@@ -654,7 +648,7 @@ class Mixed(Refits):
         found = dict(zip(self.names, self.shared.T, strict=True))
         for one in self.levels:
             found |= one.named(one.covariance)
-        table = _summaries({**found, **self.others}, level)
+        table = summaries({**found, **self.others}, level)
         named = "REML" if self.restricted else "ML"
         beside = {named: self.estimate, f"{named} se": self.errors}
         return table.assign(
@@ -669,7 +663,7 @@ class Mixed(Refits):
             level: As in `table`.
         """
         found = {(*of, name): draws for of, name, draws in self._differing()}
-        return _summaries(found, level)
+        return summaries(found, level)
 
     def _differing(self) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
         """Yield sites' coefficients that differ, with their draws [S], of what: of the site, or
@@ -705,7 +699,7 @@ class Mixed(Refits):
             if name == term
         }
         found["the federation"] = self.shared[:, self.names.index(term)]
-        table = _summaries(found, level)
+        table = summaries(found, level)
         rows = {**self.rows, "the federation": sum(self.rows.values())}
         made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
@@ -780,18 +774,6 @@ def _root(covariance: Tensor) -> Tensor:
     """Return the symmetric root of covariances [..., r, r], which may be singular."""
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
-
-
-def _summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
-    low, high = (1 - level) / 2, (1 + level) / 2
-    values = torch.stack(list(draws.values())).numpy()
-    columns = {
-        "mean": values.mean(1),
-        "sd": values.std(1, ddof=1),
-        f"{100 * low:g} %": np.quantile(values, low, axis=1),
-        f"{100 * high:g} %": np.quantile(values, high, axis=1),
-    }
-    return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
 
 
 @declared
@@ -897,9 +879,8 @@ def mixed(
         first=found.first[:p, :p],
     )
     inverse(beta, names)
-    phi, weights, k_hat, evidence = _integrated(
-        asked, survey, found, model, state["n_groups"], draws, seed
-    )
+    drawn = _integrated(asked, survey, found, model, state["n_groups"], draws, seed)
+    phi, chosen = drawn.phi, drawn.chosen()
     root = survey.phi(found.theta).root
     root = _root(root @ root.mT)
     at = torch.cat(
@@ -908,8 +889,6 @@ def mixed(
     best = Maximum(**model, sites=survey.sites, at=tuple(at.tolist()))
     most = newton.minimum(asked.conduct(best))
     known, point = most.hessian[:p, :p], best.phi(most.theta)
-    rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
-    chosen = torch.from_numpy(resampled(weights, RESAMPLED, rng))
     keep = Own(
         **model,
         at=tuple(map(tuple, phi.tolist())),
@@ -954,9 +933,9 @@ def mixed(
         rows=counted(sites.names, sums["rows"]),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
-        effective=1 / float((weights**2).sum()),
-        k_hat=k_hat,
-        evidence=evidence + in_unit + p * math.log(unit),
+        effective=drawn.effective,
+        k_hat=drawn.k_hat,
+        evidence=drawn.evidence + in_unit + p * math.log(unit),
         restricted=best.restricted,
         released=asked.released,
         refit=lambda chosen: mixed(
@@ -1026,32 +1005,25 @@ def _integrated(
     groups: Tensor,
     draws: int,
     seed: int,
-) -> tuple[Tensor, np.ndarray, float, float]:
-    """Return draws of phi [K, q], their weights [K], k-hat and the log evidence.
+) -> Weighted:
+    """Return weighted draws of phi.
 
     Raises:
-        ValueError: k-hat stays above `MOST_K`.
+        ValueError: k-hat stays above .7.
     """
     values, vectors = torch.linalg.eigh(found.hessian)
     least = 1e-8 * float(values.abs().max())
-    centre, covariance = found.theta, (vectors / values.abs().clamp_min(least)) @ vectors.T
-    p, k_hat = survey.sizes[0], math.inf
-    survey = survey.besides(found.hessian[:p, :p], centre[p:], groups)
-    for move in range(1 + MOVES):
-        rng = generator(seed, Purpose.POSTERIOR, index=move)
-        proposal = Proposal(centre, covariance, p, partial(survey.given, groups=groups))
-        phi, log_density = proposal.draw(draws, rng)
+    p = survey.sizes[0]
+    survey = survey.besides(found.hessian[:p, :p], found.theta[p:], groups)
+
+    def value(phi: Tensor) -> Tensor:
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
-        ratio = total["log_likelihood"] + survey.log_prior(phi, survey.prior) - log_density
-        weights, k_hat = weights_of(ratio)
-        if k_hat <= MOST_K:
-            evidence = float(ratio.logsumexp(0)) - math.log(draws)
-            return phi, weights, k_hat, evidence
-        mass = torch.from_numpy(weights)
-        centre = mass @ phi
-        around = (phi - centre).T @ (mass[:, None] * (phi - centre))
-        covariance = around + 1e-12 * float(around.diagonal().max()) * torch.eye(len(centre))
-    raise ValueError(
-        f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
-        "means cannot be relied on: take fewer effects, more draws=, or a smaller tau_scale="
-    )
+        return total["log_likelihood"] + survey.log_prior(phi, survey.prior)
+
+    def around(_: Any, centre: Tensor, covariance: Tensor) -> Proposal:
+        return Proposal(centre, covariance, p, partial(survey.given, groups=groups))
+
+    covariance = (vectors / values.abs().clamp_min(least)) @ vectors.T
+    remedy = "take fewer effects, more draws=, or a smaller tau_scale="
+    first = around(None, found.theta, covariance)
+    return weighted(first, value, around, count=draws, seed=seed, remedy=remedy)

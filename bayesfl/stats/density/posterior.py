@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, vmap
@@ -34,22 +33,16 @@ from bayesfl.base.options import Count
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.posteriors.importance import Mixture, resampled, weights_of
+from bayesfl.posteriors.importance import Mixture, weighted
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, counted
 from bayesfl.stats.density.integral import Unasked
 from bayesfl.stats.density.parameters import Parameter, constrained, entries
 from bayesfl.stats.density.questions import Begin, Marginals, OwnDraws
-from bayesfl.stats.fit import Refits
+from bayesfl.stats.fit import Refits, summaries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Tables
 
-MOVES = 3
-"""How often the proposal is mended by its own draws."""
-MOST_K = 0.7
-"""A k-hat above this says that the weights' mean cannot be relied on."""
-RESAMPLED = 4000
-"""Number of equally weighted draws that summaries are made of."""
 MOST_MOVE = 2.0
 """Longest step of a scale's logarithm towards the mode."""
 STEPS = 60
@@ -218,7 +211,7 @@ def proposal(target: Target, best: Modes, scales: Sequence[int], names: Sequence
     return Mixture(centres, covariances, shares / shares.sum())
 
 
-def chains(target: Target, begin: Tensor, around: Tensor, rng: np.random.Generator) -> Tensor:
+def chains(target: Target, begin: Tensor, around: Tensor, seed: int) -> Tensor:
     """Return states of Hamiltonian chains that move together, so that a step of all is a question,
     [T C, q].
 
@@ -226,11 +219,11 @@ def chains(target: Target, begin: Tensor, around: Tensor, rng: np.random.Generat
         target: The log posterior.
         begin: Where they begin, [C, q].
         around: Covariance of the posterior, about, by whose root steps are measured, [q, q].
-        rng: Draws momenta, lengths of steps, and what is accepted.
+        seed: Seed of momenta, of lengths of steps, and of what is accepted.
 
     Source: Neal, "MCMC using Hamiltonian dynamics", Handbook of MCMC, 2011, section 5.3.
     """
-    root = torch.linalg.cholesky(around)
+    rng, root = generator(seed, Purpose.NOISE), torch.linalg.cholesky(around)
 
     def look(phi: Tensor) -> tuple[Tensor, Tensor]:
         value, slope = target(phi, 1)
@@ -428,19 +421,6 @@ class Posterior(Refits):
         }
 
 
-def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
-    """Return means, standard deviations and quantiles of draws [S] as a data frame of pandas."""
-    low, high = (1 - level) / 2, (1 + level) / 2
-    values = torch.stack(list(draws.values())).numpy()
-    columns = {
-        "mean": values.mean(1),
-        "sd": values.std(1, ddof=1),
-        f"{100 * low:g} %": np.quantile(values, low, axis=1),
-        f"{100 * high:g} %": np.quantile(values, high, axis=1),
-    }
-    return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
-
-
 def fitted(
     sites: Sites,
     prior: Callable[[Tensors], Tensor] | None,
@@ -501,30 +481,17 @@ def fitted(
         )
     best = _mode(target, begun["begin"][0], scales, parameters, seed)
     mixture = proposal(target, best, scales.nonzero().flatten().tolist(), names)
-    k_hat = math.inf
-    for move in range(1 + MOVES):
-        rng = generator(seed, Purpose.POSTERIOR, index=move)
-        phi, log_density = mixture.draw(draws, rng)
-        (value,) = target(phi, 0)
-        ratio = value - log_density
-        weights, k_hat = weights_of(ratio)
-        if k_hat <= MOST_K:
-            break
-        mass = torch.from_numpy(weights)
-        centre = mass @ phi
-        spread = (phi - centre).T @ (mass[:, None] * (phi - centre))
-        spread += 1e-9 * spread.diagonal().max() * torch.eye(q)
-        mixture = mixture.besides(centre, spread)
-    else:
-        raise ValueError(
-            f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so "
-            "their means cannot be relied on: take more draws=, a narrower prior, or fewer shared "
-            "parameters"
-        )
-    rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
-    phi = phi[torch.from_numpy(resampled(weights, RESAMPLED, rng))]
+    drawn = weighted(
+        mixture,
+        lambda phi: target(phi, 0)[0],
+        Mixture.besides,
+        count=draws,
+        seed=seed,
+        remedy="take more draws=, a narrower prior, or fewer shared parameters",
+    )
+    phi = drawn.phi[drawn.chosen()]
     if exact:
-        phi = chains(target, phi[:CHAINS], torch.cov(phi.T).reshape(q, q), rng)
+        phi = chains(target, phi[:CHAINS], torch.cov(phi.T).reshape(q, q), seed)
     integrals = asked.conduct(OwnDraws(j, seed, {"phi": phi}))["k_hat"]
     found, _ = vmap(lambda one: constrained(parameters, one))(phi)
     here: Any = sites.sites if isinstance(sites, Tables) else ()
@@ -538,10 +505,10 @@ def fitted(
         rows=counted(sites.names, begun["rows"]),
         dropped={},
         left_out=asked.left_out,
-        effective=1 / float((weights**2).sum()),
-        k_hat=k_hat,
+        effective=drawn.effective,
+        k_hat=drawn.k_hat,
         integrals=dict(zip(sites.names, integrals.tolist(), strict=True)),
-        evidence=float(ratio.logsumexp(0)) - math.log(draws),
+        evidence=drawn.evidence,
         released=asked.released,
         refit=lambda chosen: fitted(
             sites.only(chosen),

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, MultivariateNormal, Normal
+from torch.distributions import Bernoulli, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, vmap
 
 from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
+from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.hierarchy import Groups, Phi, log_marginals
 
 GROUPS, ROWS = 6, 4
 
@@ -161,3 +163,37 @@ def test_differences_are_close():
     assert torch.allclose(values, vmap(normal_marginal)(phi), atol=1e-5)
     assert torch.allclose(slopes, vmap(grad(normal_marginal))(phi), atol=0.05)
     assert torch.allclose(hessians, vmap(hessian(normal_marginal))(phi), atol=0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize("family", ["binomial", "poisson"])
+@pytest.mark.parametrize("effects", [1, 2])
+def test_it_is_the_integral_of_mixed_models(family: str, effects: int):
+    """Groups with an intercept, or with a slope too: their own functions, written for speed."""
+    x = torch.linspace(-1, 1, GROUPS * ROWS).double().reshape(GROUPS, ROWS)
+    y = (OUTCOMES > 1).double() + (0 if family == "binomial" else 1)
+    columns = torch.stack([torch.ones_like(x), x], -1)
+    group = torch.arange(GROUPS).repeat_interleave(ROWS)
+    flat = columns.flatten(0, 1)
+    zeros, ones = torch.zeros(len(flat)).double(), torch.ones(len(flat)).double()
+    groups = Groups.of(flat, flat[:, :effects], y.flatten(), ones, zeros, group)
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        u = z.reshape(GROUPS, effects)
+        eta = columns @ phi[:2] + (columns[..., :effects] * (u * phi[2:].exp())[:, None]).sum(-1)
+        rows = Bernoulli(logits=eta) if family == "binomial" else Poisson(eta.exp())
+        return Normal(0, 1).log_prob(u).sum() + rows.log_prob(y).sum()
+
+    places = torch.arange(GROUPS * effects).reshape(GROUPS, effects)
+    begin = torch.zeros(GROUPS * effects, dtype=torch.float64)
+    integral = Integral(density, Parts(torch.arange(0), places), begin)
+    phi = 0.3 * torch.randn(2, 2 + effects, generator=torch.Generator().manual_seed(2)).double()
+    wanted = []
+    for one in phi:
+        own = torch.zeros(0, 1, 1).double()
+        at = Phi(one[:2], one[2:].exp().diag(), own)
+        wanted.append(log_marginals(FAMILIES[family], groups, at).sum())
+    if effects == 1:
+        found = integral.log_marginals(phi)
+    else:
+        found = integral.laplace(phi, integral.modes(phi))
+    assert torch.allclose(found, torch.stack(wanted), atol=1e-6)
