@@ -57,7 +57,6 @@ from bayesfl.composition import (
     with_personal,
 )
 from bayesfl.likelihoods import Categorical
-from bayesfl.models.altered import cut
 from bayesfl.optim import Adam
 
 APART = 0.2  # factor of the negative pairs in the released code
@@ -114,11 +113,6 @@ def perinvfl(
         ['w.loc']
         >>> result = bf.simulate(method, clients, rounds=1)
     """
-    if variant == "contrastive" and not cut(model):
-        raise ValueError(
-            "variant 'contrastive' compares features, so it needs a body and a head: build the "
-            "model by bf.models, or split it"
-        )
     rest = {
         "steps": steps,
         "batch_size": batch_size,

@@ -401,10 +401,6 @@ class Repeat:
     batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        if not self.phases:
-            raise ValueError(
-                "phases is empty, so nothing would be done with a batch; name at least one"
-            )
         if wrong := [
             phase
             for phase in self.phases
@@ -413,11 +409,6 @@ class Repeat:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
-            )
-        if any(callable(phase.epochs) for phase in self.phases):
-            raise ValueError(
-                "epochs by client are for the Repeat itself; inside it they are a number of steps "
-                "on the shared batch"
             )
 
     @cached_property

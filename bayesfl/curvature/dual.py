@@ -297,7 +297,7 @@ def invert(
     if diagonal is None:
         diagonal = curvature.diagonal(x, weight=weight)
     else:
-        diagonal = curvature.vector(diagonal, "diagonal")
+        diagonal = curvature.vector(diagonal)
         curvature.check_finite(diagonal, torch.arange(len(diagonal), device=curvature.device))
     if indices is not None:
         indices = curvature.check_indices(indices)

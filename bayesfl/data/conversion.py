@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from bayesfl.base.inputs import WIDE, Inputs, named
 from bayesfl.base.warning import warn
@@ -98,16 +97,6 @@ def _warn_of_rounding(values: Tensor, name: str) -> None:
 
 def _tensor(values: Any, name: str) -> Tensor:
     """Make a tensor of any real numbers in their own type; it may share memory with `values`."""
-    if values is None or isinstance(values, Dataset | DataLoader):
-        raise TypeError(
-            f"{name} must be an array, a tensor or nested lists of numbers, got {kind_of(values)}; "
-            "torch data sets go to from_datasets, one per client"
-        )
-    if isinstance(values, Tensor) and values.is_complex():
-        raise ValueError(
-            f"{name} must be real numbers, got {values.dtype}; pass real and imaginary parts as "
-            "columns of their own"
-        )
     return values.detach().cpu() if isinstance(values, Tensor) else _of_array(values, name)
 
 
@@ -148,24 +137,3 @@ def _in_file(array: Any) -> bool:
     while isinstance(array, np.ndarray):
         array = array.base
     return isinstance(array.obj if isinstance(array, memoryview) else array, mmap.mmap)
-
-
-def kind_of(value: object) -> str:
-    """Describe a value's type for an error message."""
-    name = "None" if value is None else type(value).__name__
-    return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name
-
-
-def as_list(values: Any, name: str, of: str) -> list[Any]:
-    """Return a list with one thing per client.
-
-    Raises:
-        TypeError: `values` is a torch data set, a mapping, or nothing that can be iterated.
-    """
-    if isinstance(values, Dataset | DataLoader | Mapping):
-        raise TypeError(
-            f"{name} must be a list with one {of} per client, got one {kind_of(values)}: a mapping "
-            "of all clients' arrays needs client_ids, one per row, and a list of torch data sets "
-            "goes to from_datasets"
-        )
-    return list(values)

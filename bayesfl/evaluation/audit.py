@@ -433,8 +433,6 @@ def units(
         return Counting("label", tuple(data.class_names or map(str, range(data.outputs))), split)
     if groups is None:
         return Counting("client", tuple(data.client_names), split)
-    if by != "client":
-        raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
     groups = _by_column(data, groups) if isinstance(groups, str) else groups
     each = (
         [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)]

@@ -18,7 +18,7 @@ from bayesfl.base.targets import Task
 from bayesfl.curvature.batches import available_memory, require
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.measured import Measured
-from bayesfl.evaluation.predictions import Predictions, broken, by_place, measured, padded
+from bayesfl.evaluation.predictions import Predictions, broken, by_place, measured, padded, present
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,8 @@ class LocalPredictions:
         finite.
 
         Probabilities below the smallest normal number of their type count as that number.
-
-        Raises:
-            ValueError: What is predicted has no classes.
         """
-        probs = self.predictions.probs
-        if probs is None:
-            raise ValueError(
-                "this step changes probabilities of classes, and the predictions are of numbers; "
-                "for regression, Conformal gives intervals"
-            )
+        probs = present(self.predictions.probs)
         return probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log().log_softmax(-1)
 
     @property
@@ -162,15 +154,8 @@ class LocalPredictions:
 
         Args:
             phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
-
-        Raises:
-            ValueError: The inputs of the rows are not known.
         """
-        if self.rows is None:
-            raise ValueError(
-                "a score with a random term draws by the rows' inputs, which these predictions do "
-                "not have; take score='lac'"
-            )
+        assert self.rows is not None
         keys = np.array(
             [
                 key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)

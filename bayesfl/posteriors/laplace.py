@@ -252,16 +252,7 @@ class Laplace(Drawn):
         return self.inverse.noise_size
 
     def draw(self, noise: Tensor) -> Tensor:
-        """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`].
-
-        Raises:
-            ValueError: `noise` is not [S, `noise_size`].
-        """
-        if noise.dim() != 2 or noise.shape[1] != self.noise_size:
-            raise ValueError(
-                f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each "
-                f"draw, got {list(noise.shape)}"
-            )
+        """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`]."""
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
@@ -314,7 +305,7 @@ class Laplace(Drawn):
         `log_marginal_likelihood`.
         """
         chosen = slice(None) if self.indices is None else self.indices
-        away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
+        away = (self.loc - self.curvature.vector(centre))[chosen]
         precision = self.precision[chosen]
         return (
             log_likelihood

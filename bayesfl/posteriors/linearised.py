@@ -116,12 +116,6 @@ def predictive(
         TypeError: The predictive distribution of `likelihood` is not known here.
     """
     check_known(likelihood)
-    if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
-        wanted = ", ".join(map(str, mean.shape))
-        raise ValueError(
-            f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, "
-            f"got {list(noise.shape)}"
-        )
     spread = variances(covariance)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}

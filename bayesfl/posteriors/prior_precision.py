@@ -48,7 +48,7 @@ def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0
     uniform = bool((fitted.precision == fitted.precision[0]).all())
     own = fitted if uniform else fitted.with_precision(x, 1.0)
     chosen = slice(None) if fitted.indices is None else fitted.indices
-    away = (fitted.loc - fitted.curvature.vector(centre, "centre"))[chosen]
+    away = (fitted.loc - fitted.curvature.vector(centre))[chosen]
     precision = best_precision(_eigenvalues(own), away.square().sum())
     if precision is None:
         warn(

@@ -251,8 +251,6 @@ def _opened(
         table.need(list(given), role)
     taken = [client, *targets, *([] if group is None else [group])]
     names = [name for name in table.columns if name not in taken]
-    if not names:
-        raise ValueError(f"no column is left for inputs beside {taken}")
     return table, names
 
 

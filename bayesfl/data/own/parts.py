@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
-from bayesfl.data.conversion import as_list, to_inputs, to_tensor
+from bayesfl.data.conversion import to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
 from bayesfl.data.names import places_of
 
@@ -83,10 +83,7 @@ def per_client(
         return f"client {known[j]!r}" if j in known else f"client {j}"
 
     xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
-    ys = [
-        to_tensor(value, f"{part}y of {whose(j)}")
-        for j, value in enumerate(as_list(y, f"{part}y", "array of labels or targets"))
-    ]
+    ys = [to_tensor(value, f"{part}y of {whose(j)}") for j, value in enumerate(y)]
     if len(xs) != len(ys):
         raise ValueError(
             f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels "
@@ -253,7 +250,7 @@ def environments_of(values: Any, train: Part, *, pooled: bool) -> list[Tensor]:
         ValueError: They are no whole numbers from 0 up, or not one for each row.
         TypeError: They are no arrays.
     """
-    given = [values] if pooled else as_list(values, "environments", "array")
+    given = [values] if pooled else values
     sizes = [len(yj) for yj in train.ys]
     found = []
     for j, (value, n) in enumerate(zip(given, [sum(sizes)] if pooled else sizes, strict=True)):

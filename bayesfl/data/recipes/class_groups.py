@@ -75,11 +75,6 @@ def dominant_classes(
     count = opened.outputs
     shared.check_clients(clients, len(y_train), "training examples")
     if groups is None:
-        if count < 4:
-            raise ValueError(
-                f"{opened.info.name!r} has {count} classes, too few for groups of three: pass "
-                "groups=, such as [[0], [1]]"
-            )
         groups = [[(2 * g + k) % count for k in range(3)] for g in range(-(-count // 2))]
     held = [sorted({int(k) for k in group}) for group in groups]
     shares = np.full((len(held), count), uniform / count)

@@ -100,12 +100,6 @@ def coloured(
     ]
     rows = len(opened.x) if test is None else opened.train
     train = opened.train if test is None else opened.train - test
-    if min(train, rows - train) < len(parts):
-        raise ValueError(
-            f"{len(parts)} environments need as many rows in each part, {opened.info.name!r} "
-            f"leaves {train} for training and {rows - train} for the test: use fewer clients, or "
-            "another test="
-        )
     grey = _grey(opened)[:rows]
     first = (opened.y[:rows] < opened.outputs // 2).long()
     flipped, drawn = (
@@ -160,11 +154,6 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
         >>> bf.data.recoloured(clients, agreement=0.5).clients
         2
     """
-    if clients.recipe.get("recipe") != "coloured":
-        raise ValueError(
-            "recoloured needs data made by coloured(), got ones made by "
-            f"{clients.recipe.get('recipe')!r}"
-        )
     split = clients.test
     rows = split.index
     drawn = torch.from_numpy(

@@ -124,16 +124,7 @@ def reliability(
         ax.set_title(title or "")
         key(ax, _key(), lift=_height(pooled[1]))
         return ax
-    if by != "client":
-        raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
-    if ax is not None:
-        raise ValueError(
-            "by='client' makes a figure of its own; leave ax out, or draw one client with "
-            "by='pooled', clients=[j], ax=ax"
-        )
     these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
-    if not these:
-        raise ValueError("there is no client with examples to draw; check mask")
     panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [
@@ -173,10 +164,6 @@ def reliability_compare(
         >>> figure.axes[0].get_title()
         'FedAvg'
     """
-    if not entries:
-        raise ValueError(
-            "entries is empty: give at least one {method: result or (probs, labels, mask)}"
-        )
     panels = [_panel(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(
         panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns

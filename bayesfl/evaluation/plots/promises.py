@@ -136,10 +136,7 @@ def evidence(
     named: dict[str, Alarm | Merged] = (
         {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
     )
-    heights = {1 / watch.delta for watch in named.values()}
-    if len(heights) != 1 or not any(len(watch.history) for watch in named.values()):
-        raise ValueError("entries must be alarms of one delta, of which one has seen rows")
-    (height,) = heights
+    (height,) = {1 / watch.delta for watch in named.values()}
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for watch, look in zip(named.values(), lines(named), strict=True):
         all_of = np.concatenate([[1.0], np.asarray(watch.history)])

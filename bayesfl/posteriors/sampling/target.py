@@ -85,10 +85,9 @@ class Target:
         model = duplicate(model).eval().requires_grad_(False)
         loc = layout.ravel(dict(model.named_parameters()))
         precision, centre = (
-            expanded(name, value, layout.size).to(loc)
-            for name, value in (("precision", precision), ("centre", centre))
+            torch.as_tensor(value).detach().double().expand(layout.size).to(loc)
+            for value in (precision, centre)
         )
-        check_positive(precision)
         likelihood = Categorical() if likelihood is None else likelihood
         return cls(model, layout, likelihood, loc, precision, centre, None).on(x, y)
 
@@ -208,33 +207,6 @@ def _floats(y: Tensor, dtype: torch.dtype) -> Tensor:
 def own(x: Any, like: Tensor) -> Any:
     """Return tensors on the device of `like`, floats in its precision."""
     return in_precision(each(lambda t: t.detach().to(like.device), x), like.dtype)
-
-
-def expanded(name: str, value: float | Tensor, size: int) -> Tensor:
-    """Expand one number, or one for each weight, to [D].
-
-    Raises:
-        ValueError: There are more or fewer numbers.
-    """
-    tensor = torch.as_tensor(value).detach()
-    if tensor.shape not in ((), (1,), (size,)):
-        raise ValueError(
-            f"{name} must be one number or one for each of the {size} weights; got shape "
-            f"{list(tensor.shape)}"
-        )
-    return tensor.double().expand(size)
-
-
-def check_positive(precision: Tensor) -> None:
-    """Check that the precisions of a prior are positive.
-
-    Raises:
-        ValueError: One is not.
-    """
-    if not bool((precision > 0).all()):
-        raise ValueError(
-            f"precision is 1 / variance of the prior and must be > 0, got {float(precision.min())}"
-        )
 
 
 def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
