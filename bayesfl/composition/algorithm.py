@@ -152,19 +152,11 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         instance(
-            "model",
-            self.model,
-            nn.Module,
-            "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
-        )
-        instance(
             "likelihood",
             self.likelihood,
             Likelihood,
             "build one, as Categorical(), or one with task, width, nll, nll_and_slope, predictive",
         )
-        for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
-            instance(name, getattr(self, name), tuple, "pass a tuple, as (it,) of one")
         refuse_impure(self.model)
         _check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
@@ -749,11 +741,6 @@ def _check_composed(algorithm: Algorithm) -> None:
     for name in ("private", "reports"):
         flatten(getattr(algorithm, name))
         _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
-    if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
-        raise ValueError(
-            "broadcast must be names that `server` adds, other than blocks, got "
-            f"{algorithm.broadcast!r}"
-        )
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:

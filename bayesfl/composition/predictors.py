@@ -27,7 +27,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
-from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
+from bayesfl.posteriors.linearised import Link, kappa, predictive
 from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.pooled import PooledCurvature, Structure, last_layer
 from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select
@@ -113,7 +113,6 @@ class LinearisedLaplace:
 
     def __post_init__(self) -> None:
         check_rule(self.selection)
-        refuse_idle_centre(self.link, centre=self.centre)
 
     def __repr__(self) -> str:
         return _of_rows(self, "each client's own")
@@ -256,9 +255,6 @@ class LinearisedBelief:
         link: As in `LinearisedLaplace`.
         centre: As in `LinearisedLaplace`.
 
-    Raises:
-        ValueError: `link` is not `per_class` and `centre` is False.
-
     References:
         Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
         linearization", AISTATS 2021.
@@ -278,9 +274,6 @@ class LinearisedBelief:
     grid = ()
     reads = ()
     needs_data = False
-
-    def __post_init__(self) -> None:
-        refuse_idle_centre(self.link, centre=self.centre)
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, count, structure
+from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.numerics import apart
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, require
@@ -452,10 +452,6 @@ def _by_curvlinops(
         raise ValueError(
             "structure 'kfac' knows no factors of Poisson's for layers below the last; "
             f"pattern='head.*' takes the last layer, {_OTHERS}"
-        )
-    if not isinstance(x, Tensor):
-        raise ValueError(
-            f"structure 'kfac' takes inputs of one tensor, got {structure(x)}; {_OTHERS}"
         )
     step, outputs = _pieces(module, names, x[:1])
     scale = 1.0

@@ -450,11 +450,6 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
         ValueError: The data are no frame's, or have no such column, or one of numbers far apart.
     """
     columns = data.prepared
-    if columns is None:
-        raise ValueError(
-            f"groups={name!r} names a column, and the data are not of from_frame: pass a function "
-            "of a client's inputs"
-        )
 
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(

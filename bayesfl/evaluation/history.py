@@ -1,7 +1,7 @@
 """The history of a run: measurements, one row for each round."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -93,18 +93,7 @@ class History:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
 
-    @overload
-    def __getitem__(self, column: str) -> np.ndarray: ...
-
-    @overload
-    def __getitem__(self, column: int | np.integer) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, column: slice) -> "History": ...
-
-    def __getitem__(
-        self, column: str | int | np.integer | slice
-    ) -> "np.ndarray | dict[str, Any] | History":
+    def __getitem__(self, column: str | int | np.integer | slice) -> Any:
         """Return one column [rounds], NaN for rounds without a value; the row at a place,
         `history[-1]` the last; or a history of a slice.
 

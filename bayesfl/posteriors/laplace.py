@@ -46,7 +46,6 @@ from bayesfl.posteriors.linearised import (
     as_labels,
     as_targets,
     predictive,
-    refuse_idle_centre,
 )
 from bayesfl.posteriors.sampling.samples import Drawn
 from bayesfl.posteriors.sampling.stored import (
@@ -347,12 +346,7 @@ class Laplace(Drawn):
             centre: Whether logits are centred over classes, see `linearised`; of the links only
                 `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
-
-        Raises:
-            ValueError: `noise` has another shape, or S is 0; or `link` is not `per_class` while
-                `centre` is False.
         """
-        refuse_idle_centre(link, centre=centre)
         likelihood, inverse = self.curvature.likelihood, self.inverse
         spread = inverse.spread if isinstance(inverse, Kronecker) else inverse.predict
         centre = centre and isinstance(likelihood, Categorical)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -29,14 +29,6 @@ from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
 from bayesfl.study.settings import recipe, value_in_words
 from bayesfl.study.table import UNCOVERED, Row, Table
-
-
-class Executor(Protocol):
-    """Declare what a study needs of a `concurrent.futures.Executor`, or of submitit's for Slurm."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Return a future, whose `result()` waits."""
-        ...
 
 
 class Study:
@@ -158,7 +150,7 @@ class Study:
         folder: str | PathLike[str],
         *,
         n_jobs: int | None = None,
-        executor: Executor | None = None,
+        executor: Any = None,
         keep: Literal["result"] | None = None,
         progress: bool | None = None,
     ) -> Table:
@@ -303,7 +295,7 @@ def _with_joblib(calls: list[Callable[[], None]], n_jobs: int | None) -> Iterato
     yield from parallel(delayed(call)() for call in calls)
 
 
-def _with_executor(calls: list[Callable[[], None]], executor: Executor) -> Iterator[None]:
+def _with_executor(calls: list[Callable[[], None]], executor: Any) -> Iterator[None]:
     from joblib import wrap_non_picklable_objects
 
     # Executors pickle, and functions without a name travel by cloudpickle alone.

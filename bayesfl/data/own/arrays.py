@@ -121,11 +121,6 @@ def from_arrays(
     named = named_clients(names, order, pooled=pooled)
     targets = [*train.ys, *(held.ys if held else ())]
     several = targets[0].is_floating_point() and math.prod(targets[0].shape[1:]) > 1
-    if several and isinstance(train.x, Tensor) and train.x.dim() == 1:
-        raise ValueError(
-            "x is one number a row, and y several floats: if x and y are exchanged, pass x first; "
-            "if not, give x an axis of features, as x[:, None]"
-        )
     task = _task_of(targets) if task is None else task
     if task == "classification":
         _check_labels(targets)

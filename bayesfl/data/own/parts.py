@@ -84,12 +84,6 @@ def per_client(
 
     xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
     ys = [to_tensor(value, f"{part}y of {whose(j)}") for j, value in enumerate(y)]
-    if len(xs) != len(ys):
-        raise ValueError(
-            f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels "
-            "or targets as of inputs. Are these arrays of all clients? Then pass client_ids, one "
-            "per row"
-        )
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         name, leaf = next(named(xj, f"{part}x"))
         if leaf.dim() < 1 or yj.dim() < 1 or len(leaf) != len(yj):
@@ -142,11 +136,6 @@ def by_client(
             f"{name}, {part}y and {part}client_ids must have as many rows, got shapes "
             f"{list(leaf.shape)}, {list(ys.shape)} and [{len(owners)}]{several}"
         )
-    if not len(leaf) and order is None:
-        raise ValueError(
-            "x is empty: pass one row of inputs for each example, and the client of each row as "
-            "client_ids"
-        )
     if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
         raise ValueError(
             f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first "
@@ -183,11 +172,6 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
     inputs without rows take these types.
     """
     mine, theirs = dict(named(x, name)), dict(named(like, name))
-    if mine.keys() != theirs.keys():
-        raise ValueError(
-            f"{whose} has the inputs {', '.join(mine)}, {others} {', '.join(theirs)}: pass the "
-            "same ones, by the same names, for all"
-        )
     for what, own in mine.items():
         one = theirs[what]
         if _read_as(own) != _read_as(one) and len(own) and len(one):

@@ -187,8 +187,6 @@ class Columns:
             ValueError: There is no such column, or the inputs have another width.
         """
         known = [part.name for part in self.parts]
-        if name not in known:
-            raise ValueError(f"{name!r} is none of the columns {known}")
         at = known.index(name)
         part, place = self.parts[at], len(Columns(self.parts[:at]).names)
         x = np.asarray(x)

@@ -61,12 +61,6 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         ['coverage', 'set size']
     """
     named: dict[str, Any] = {"": entries} if isinstance(entries, Audit) else dict(entries)
-    for name, found in named.items():
-        if found.held is None or not found.rows.any():
-            raise ValueError(
-                f"the audit{f' {name!r}' * bool(name)} has no rows, or no sets: make sets by "
-                "result.calibrate(Conformal()) before it"
-            )
     most = max(len(found.units) for found in named.values())
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
     # The legend of a narrow one has a column alone.
