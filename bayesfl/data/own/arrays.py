@@ -120,7 +120,6 @@ def from_arrays(
     train, held, order = _parts(x, y, client_ids, test, names)
     named = named_clients(names, order, pooled=pooled)
     targets = [*train.ys, *(held.ys if held else ())]
-    several = targets[0].is_floating_point() and math.prod(targets[0].shape[1:]) > 1
     task = _task_of(targets) if task is None else task
     if task == "classification":
         _check_labels(targets)
