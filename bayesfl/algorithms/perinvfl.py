@@ -40,6 +40,7 @@ from torch import Tensor
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import irm
+from bayesfl.algorithms.moon import received
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition import (
     Algorithm,
@@ -185,11 +186,6 @@ def contrast(lam: float) -> Penalty:
         return lam * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     return penalty
-
-
-def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
-    """Return the weights of the model received."""
-    return algorithm.leaves(("w",), given)
 
 
 def own(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:

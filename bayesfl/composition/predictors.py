@@ -236,9 +236,17 @@ class LinearisedLaplace:
             yield chosen, precisions if alike else [one]
 
 
+class _Untuned:
+    """Declare that a predictor tunes no number, and reads nothing but the parts."""
+
+    tunes = ""
+    grid = ()
+    reads = ()
+
+
 @dataclass(frozen=True)
 @declared
-class LinearisedBelief:
+class LinearisedBelief(_Untuned):
     """Predict from the Gaussians that blocks already hold, with the network linearised around their
     means.
 
@@ -270,9 +278,6 @@ class LinearisedBelief:
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     precision = None
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = False
 
     def check(self, algorithm: "Algorithm") -> None:
@@ -337,7 +342,7 @@ class LinearisedBelief:
 
 @dataclass(frozen=True)
 @declared(idle={("structure", "last_layer"): ("pattern",)})
-class PooledLaplace:
+class PooledLaplace(_Untuned):
     """Predict from the Laplace approximation of the server's model on the training rows of *all*
     clients, with the linearised network.
 
@@ -372,9 +377,6 @@ class PooledLaplace:
     pattern: Pattern = "*"
     link: ClassVar[Link] = "contrasts"
     centre = True
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = False
 
     def __repr__(self) -> str:
@@ -453,7 +455,7 @@ class PooledLaplace:
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(_Untuned):
     """Predict with a head of each client's own, a Gaussian of all the weights of the block
     `own_head`, which is the network's last layer; `bf.with_heads` makes methods that have it.
 
@@ -470,9 +472,6 @@ class Heads:
     link: ClassVar[Link] = "contrasts"
     centre = True
     precision = None
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = True
 
     def check(self, algorithm: "Algorithm") -> None:

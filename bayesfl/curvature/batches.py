@@ -180,15 +180,4 @@ def require(needed: int, limit: int, what: str, remedy: str) -> None:
         MemoryError: `needed` exceeds `limit`; raised before any memory is taken.
     """
     if needed > limit:
-        raise MemoryError(
-            f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}"
-        )
-
-
-def _human(count: int) -> str:
-    value, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit} ({count} bytes)" if unit != "bytes" else f"{count} bytes"
+        raise MemoryError(f"{what} needs {needed:,} bytes and {limit:,} may be used; {remedy}")

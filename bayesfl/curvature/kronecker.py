@@ -100,17 +100,15 @@ class Kronecker:
     indices = None
 
     def __repr__(self) -> str:
-        return f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: {self.reason})"
+        return (
+            f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: "
+            f"{len(self.bases)} layers, each a product of two factors)"
+        )
 
     @property
     def backend(self) -> str:
         """Return the name of the backend that is used for predictions."""
         return self.curvature.backend
-
-    @property
-    def reason(self) -> str:
-        """Return why this form is used, as text."""
-        return f"{len(self.bases)} layers, each a product of two factors"
 
     @property
     def order(self) -> int:

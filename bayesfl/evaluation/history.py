@@ -18,16 +18,6 @@ CALIBRATED = "calibrated"
 after a run over a network.
 """
 
-_MEANT = {
-    "test": "personal",
-    "val": "validation",
-    "valid": "validation",
-    "loss": "nll",
-    "acc": "accuracy",
-    "auc": "auroc",
-}
-"""What other libraries call the parts of a column's name."""
-
 
 class History:
     """The rows of a run, one for each round, which can be read by columns.
@@ -106,14 +96,9 @@ class History:
         if isinstance(column, int | np.integer):
             return self.rows[int(column)]
         if column not in self.columns:
-            meant = "_".join(_MEANT.get(word, word) for word in column.lower().split("_"))
-            measured = {name.split("_")[0] for name in self.columns} & {*PREFIXES.values()}
-            lacks = meant.startswith("validation_") and measured == {"personal"}
             raise KeyError(
                 f"no column {column!r}; the nearest of {len(self.columns)} are "
-                f"{nearest(meant, self.columns, 4)}, history.columns has all"
-                + "; make the data with validation=0.2, say, for a split to validate on"
-                * lacks
+                f"{nearest(column, self.columns, 4)}, history.columns has all"
             )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 

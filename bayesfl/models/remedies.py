@@ -14,11 +14,6 @@ BEYOND = re.compile(
     r"values must be"
 )
 """What torch says of a number beyond the rows of an embedding, or of any table."""
-BOOLEAN = re.compile(
-    r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be "
-    r"bool"
-)
-"""What torch says where a mask holds other numbers than truth values."""
 TYPES = re.compile(
     r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported"
 )
@@ -67,12 +62,6 @@ def remedy(error: Exception, x: Inputs) -> str:
             "an embedding takes whole numbers, and they stay such: pass an array of integers, as "
             "x.astype('int64')"
         )
-    if numbers and BOOLEAN.search(said):
-        masks = [name for name, _ in numbers if "mask" in name] or [name for name, _ in numbers]
-        return (
-            "a mask holds truth values, and whole numbers stay such: pass "
-            f"{' or '.join(f'{name}.astype(bool)' for name in masks)}"
-        )
     if whole and TYPES.search(said):
         kinds = ", ".join(f"{name} holds {t.dtype}" for name, t in whole)
         floats = " or ".join(f"{name}.astype('float32')" for name, _ in whole)
@@ -85,8 +74,6 @@ def remedy(error: Exception, x: Inputs) -> str:
             f"{kinds}, and such numbers stay as they are: where the model wants floats, pass "
             f"{floats}{read}; or inputs and labels are exchanged"
         )
-    if "padding token" in said:
-        return "set model.config.pad_token_id, the token that fills rows up"
     if isinstance(error, TypeError) and "argument" in said:
         return (
             "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a "

@@ -19,9 +19,8 @@ from torch import nn
 from bayesfl.base import files
 from bayesfl.base.described import described, packages
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.options import Count, declared, instance, nearest, whole
+from bayesfl.base.options import Count, declared, whole
 from bayesfl.base.warning import warn
-from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.models.copies import anew
@@ -97,27 +96,12 @@ class Study:
         steps: Count | None = None,
         **settings: Any,
     ) -> None:
-        instance("methods", methods, Mapping, "name each, as {'FedAvg': bf.algorithms.fedavg}")
-        instance("options", options, Mapping, "name each method's, as {'*': {'epochs': [1, 5]}}")
-        instance("seeds", seeds, Iterable, "pass range(3) for the seeds 0, 1 and 2")
-        for name, given in {**methods, "model": model, "data": data}.items():
-            if not callable(given) or isinstance(given, Algorithm | nn.Module | FederatedData):
-                raise ValueError(
-                    f"{name} must be a function that makes it for each cell, as "
-                    "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
-                    f"data, got a {type(given).__name__}"
-                )
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
         # Copies, as callbacks that another run uses change.
         settings = {"rounds": rounds, **anew(settings)}
+        refuse_unknown(simulate, settings)  # now, and not in every cell
         usual = inspect.signature(simulate).parameters
-        if strangers := sorted(settings.keys() - usual.keys()):  # now, and not in every cell
-            known = [*inspect.signature(Study).parameters, *usual]
-            raise TypeError(
-                f"neither Study nor bf.simulate has an option {strangers[0]!r}; the nearest are "
-                f"{nearest(strangers[0], known, 3)}"
-            )
         with packages() as told:
             told[""] = described(
                 {

@@ -15,7 +15,7 @@ import numpy as np
 from bayesfl.base.described import digest_of
 from bayesfl.base.display import html
 from bayesfl.base.display.sheet import Sheet, Shown
-from bayesfl.base.options import instance, nearest
+from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.evaluation.report import Column
@@ -642,7 +642,6 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
         >>> list(bf.table(runs).differences("Local", ["personal_nll"]))
         ['FedAvg']
     """
-    instance("results", results, Mapping, "name each, as {'FedAvg': result}")
     runs = {
         name: list(found) if isinstance(found, Sequence) else [found]
         for name, found in results.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import join
-from bayesfl.base.options import instance, suggests
+from bayesfl.base.options import suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
@@ -111,7 +111,6 @@ def from_arrays(
         ('north', 'south')
     """
     pooled = client_ids is not None
-    instance("test", test or (), Sequence, "pass arrays (x, y), or a share of rows as test_share=")
     if not pooled:
         x, test = list(x), test and (list(test[0]), test[1])
     check_columns("x", x, test and test[0], pooled=pooled)

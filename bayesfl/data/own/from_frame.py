@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bayesfl.base.options import instance, number, suggests
+from bayesfl.base.options import number, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.base.warning import warn
@@ -108,14 +108,7 @@ def from_frame(
     table, names = _opened(frame, client, target, group, categories)
     here = columns is None
     if columns is not None:
-        instance(
-            "columns", columns, Columns, "Columns.load(path) and Columns.from_json(text) read some"
-        )
         task = task or ("regression" if columns.outputs is None else None)
-        if categories:
-            raise ValueError(
-                "categories= is for columns that are learnt here; leave it out beside columns="
-            )
         table.need([part.name for part in columns.parts], "columns=")
         if roles := [part.name for part in columns.parts if part.name not in names]:
             raise ValueError(

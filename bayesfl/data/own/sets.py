@@ -12,7 +12,6 @@ import numpy as np
 
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.inputs import at, unnamed
-from bayesfl.base.options import refuse_unknown
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
@@ -72,7 +71,6 @@ def from_datasets(
         FederatedData(arrays, 3 clients; train 24, test 6)
     """
     # Options that are none are refused now, not after all items were read.
-    refuse_unknown(from_arrays, options)
     inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)
     given = [(f"datasets[{j}]", one) for j, one in enumerate(datasets)]
     held = [(f"test[{j}]", one) for j, one in enumerate(test)] if test is not None else []

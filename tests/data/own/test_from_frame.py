@@ -753,7 +753,6 @@ GRADES = np.array(["low", "mid", "high"])[CODE % 3]
         ),
         (lambda f: f, {"target": ["ill", "gone"]}, r"target: frame has no columns \['gone'\]"),
         (lambda f: f, {"categories": ["gone"]}, r"categories: frame has no columns \['gone'\]"),
-        (lambda f: f[["hospital", "ill"]], {}, r"no column is left for inputs"),
         (lambda f: f.iloc[:0], {}, "x is empty"),
         (
             lambda f: f.drop(columns="code").assign(code=1).rename(columns={"code": "age"}),

@@ -196,7 +196,6 @@ LABELS = pd.Series(Y)
             r"shapes \[2, 4, 2\], \[4\] and \[4\]; several inputs are a tuple of arrays, not",
         ),
         ((X, X), Y, {}, ValueError, r"^x has 2 clients, y has 4; .*pass client_ids"),
-        ({"a": X}, Y, {}, TypeError, r"^x must be a list .* got one dict: .* needs client_ids"),
         ([X, X[:, :1]], [Y, Y], {}, RuntimeError, "Expected size 2 but got size 1"),
         (
             {"table": FRAME},

@@ -118,8 +118,7 @@ class Drawn:
         (SETS, {"inputs": "ids", "target": "label"}, r"'ids'(?s:.*)item 0 of datasets\[0\]"),
         (SETS, {"inputs": "text", "target": "label"}, r"'str'(?s:.*)item 0 of datasets\[0\]"),
         (SETS, {"inputs": ["age", "label"], "target": "label"}, r"target 'label' is among inputs="),
-        (SETS, {"inputs": "age"}, r"inputs= and target= name columns of rows together"),
-        (SETS, {}, r"pair \(x, y\), got dict.*inputs= and target="),
+        (SETS, {}, r"pair \(x, y\), got a dict.*inputs= and target="),
         (
             [Drawn()],
             {"inputs": "x", "target": "y"},

@@ -186,7 +186,6 @@ def test_clients_may_have_so_many_examples_at_most(name):
         ),
         (lambda: dominant_classes(train=600), r"class 8 .*139 examples.* 172.*`uniform`"),
         (lambda: dominant_classes("diabetes"), "is a regression"),
-        (lambda: dominant_classes(small(3), clients=2), r"'small' .*3 classes.*groups="),
         (lambda: dominant_classes(clients=0), r"^clients .*1.* got 0"),
         (lambda: swapped_labels(groups=0), r"^groups .*1.* got 0"),
         (
