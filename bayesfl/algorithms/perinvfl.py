@@ -33,7 +33,7 @@ the text above says what is done.
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -170,14 +170,13 @@ def contrast(lam: float) -> Penalty:
     """
 
     def penalty(
-        features: Tensor | None,
+        features: Any,
         outputs: Tensor,
         losses: Tensor,
         batch: Batch,
         given: Server,
         view: View,
     ) -> Tensor:
-        assert features is not None
         near, far = (
             F.cosine_similarity(features, batch["at"][name].features, dim=-1)
             for name in ("near", "far")

@@ -92,8 +92,7 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
 def layout(model: nn.Module, block: Block) -> Layout:
     """Return the layout of a block, of buffers or of parameters."""
     if isinstance(block, Buffers):
-        assert isinstance(block.pattern, tuple)
-        return Layout.of_buffers(model, block.pattern)
+        return Layout.of_buffers(model, tuple(block.pattern))
     return Layout(model, block.pattern)
 
 

@@ -199,11 +199,10 @@ class LinearisedLaplace:
 
         return _Linearised(self, algorithm, view, inverses)
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see
         `StoredPredictor`.
         """
-        assert isinstance(fitted, _Linearised)
         (inverse,) = fitted.inverses((value,))
         covariance = (
             inverse
@@ -331,7 +330,7 @@ class LinearisedBelief(_Untuned):
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
         return _Linearised(self, algorithm, view, lambda _: [covariance])
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
         return {}
 
@@ -427,9 +426,8 @@ class PooledLaplace(_Untuned):
             return lambda x, **_: _at_mean(algorithm, view, x)
         return self.restored(algorithm, view, given[POOLED])
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the survey's state, see `StoredPredictor`."""
-        assert isinstance(fitted, _Linearised)
         for name, t in fitted.state.items():
             if t.nbytes > limit:
                 raise MemoryError(f"its {name} takes {t.nbytes} bytes, more than {limit}")
@@ -525,11 +523,10 @@ class Heads(_Untuned):
             features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
         return Rows(features.cpu(), y.cpu())
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return how much of the Gaussian's width counts, see `StoredPredictor`; the Gaussian
         itself is in the predictor's view.
         """
-        assert isinstance(fitted, _Linearised)
         return fitted.state
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
@@ -658,11 +655,10 @@ class Mixture:
 
         return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors of `each` for every copy, named by its number, see
         `StoredPredictor`.
         """
-        assert isinstance(fitted, _Mixed)
         if self.each is None:
             return {}
         return {

@@ -403,8 +403,7 @@ class Curvature:
 
     def _compare(self, x: Tensor) -> None:
         """Compare BackPACK with torch.func, see `prove`."""
-        backpack = self.engine
-        assert isinstance(backpack, BackPack)
+        backpack: Any = self.engine
         func = Func(self.module, self.layout)
         two = x[:2]
         self.engine = func

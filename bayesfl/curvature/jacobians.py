@@ -83,11 +83,10 @@ class FactorRows:
             factor.squares_into(out)
         return out
 
-    def gram(self, other: "Rows", weight: Tensor) -> Tensor:
+    def gram(self, other: Any, weight: Tensor) -> Tensor:
         """Compute the products of these rows with another's over the same weights, weighted by
         `weight` [size]: [N Q, M P].
         """
-        assert isinstance(other, FactorRows)
         return self._added(
             [
                 mine.gram(theirs, weight)
@@ -196,9 +195,8 @@ class PulledRows:
         """Compute each weight's sum of squares, see `FactorRows`."""
         return _sum(rows.double().square().sum((0, 1)) for _, rows in self._blocks())
 
-    def gram(self, other: "Rows", weight: Tensor) -> Tensor:
+    def gram(self, other: Any, weight: Tensor) -> Tensor:
         """Compute products of rows, see `FactorRows`."""
-        assert isinstance(other, PulledRows)
         out = weight.new_zeros(self.examples, self.cotangents, other.examples, other.cotangents)
         for mine, left in self._blocks():
             left = left.flatten(0, 1).double() * weight

@@ -207,7 +207,6 @@ class Kronecker:
         """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
         if not isinstance(rows, FactorRows):  # pulled back once for all layers
             rows = rows.restrict(torch.arange(self.size, device=self.precision.device))
-        assert isinstance(rows, FactorRows)
         out = self.precision.new_zeros(rows.examples, rows.cotangents, rows.cotangents)
         every = self._variance
         for basis in self.bases:

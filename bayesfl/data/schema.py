@@ -143,8 +143,7 @@ class Schema:
                 f"{list(self.columns or ())[:20]}; select these, in this order"
             )
         found = dict(named(to_inputs(x, "x")))
-        rows = unnamed({name: self._fit(name, found[name]) for name in self.tensors})
-        assert rows is not None
+        rows: Any = unnamed({name: self._fit(name, found[name]) for name in self.tensors})
         index = torch.arange(count(rows), device=device)
         options: dict[str, Any] = {"transform": self.transform, "dtype": dtype}
         split = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options)

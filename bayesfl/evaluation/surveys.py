@@ -58,7 +58,7 @@ class LocalPredictions:
     seed: int = 0
     round: int = 0
     shared: Predictions | None = None
-    rows: np.ndarray | None = None
+    rows: Any = None
 
     @classmethod
     def of_one(
@@ -155,7 +155,6 @@ class LocalPredictions:
         Args:
             phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
         """
-        assert self.rows is not None
         keys = np.array(
             [
                 key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)

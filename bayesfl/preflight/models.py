@@ -49,8 +49,8 @@ def outputs(
         )
         raise ValueError(
             f"the model {type(algorithm.model).__name__} returns {what} for {len(rows)} examples; "
-            f"they must be floats [N, {', '.join(map(str, width))}], one row for each example: leave "
-            "out a squeeze at the end, or flatten further axes"
+            f"they must be floats [N, {', '.join(map(str, width))}], one row for each example: "
+            "leave out a squeeze at the end, or flatten further axes"
         )
     return found
 
@@ -85,9 +85,9 @@ def check_width(
     if (had := tuple(outputs.shape[1:])) != width:
         had, needed = (", ".join(map(str, shape)) for shape in (had, width))
         raise ValueError(
-            f"the model has {had} outputs, and likelihood {algorithm.likelihood} takes {needed} for "
-            f"{data.outputs} {'targets' if data.task == 'regression' else 'classes'}: build the "
-            f"model with outputs={needed}, or make the data with outputs={had} if some classes do "
+            f"the model has {had} outputs, and likelihood {algorithm.likelihood} takes {needed} "
+            f"for {data.outputs} {'targets' if data.task == 'regression' else 'classes'}: build "
+            f"it with outputs={needed}, or make the data with outputs={had} if some classes do "
             "not occur in them, or with task='regression' if their integers are measurements; "
             "for one logit take bf.likelihoods.Bernoulli()"
         )

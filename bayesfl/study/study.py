@@ -19,7 +19,7 @@ from torch import nn
 from bayesfl.base import files
 from bayesfl.base.described import described, packages
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.options import Count, declared, whole
+from bayesfl.base.options import Count, declared, refuse_unknown, whole
 from bayesfl.base.warning import warn
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate

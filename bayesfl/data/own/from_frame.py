@@ -366,8 +366,7 @@ def _rows(data: FederatedData, split: str) -> np.ndarray:
     """Return the frame's rows of a split of the federation that `_split` makes, client after
     client.
     """
-    found = data.splits[split]
-    assert isinstance(found.x, torch.Tensor)
+    found: Any = data.splits[split]
     return found.x[found.index, 0].numpy()
 
 
@@ -398,8 +397,7 @@ def _with_inputs(
     """Return the federation with these inputs [N, D] of the frame's rows in place of the rows'
     numbers.
     """
-    rows = data.train.x  # one tensor, which all splits share
-    assert isinstance(rows, torch.Tensor)
+    rows: Any = data.train.x  # one tensor, which all splits share
     made: dict[str, Any] = {"x": x[rows[:, 0]], "columns": columns.names, "dtype": torch.float32}
     splits = {name: replace(split, **made) for name, split in data.splits.items()}
     return replace(

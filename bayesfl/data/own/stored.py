@@ -199,7 +199,6 @@ class _Column:
                 f"{self.type}: convert them alike"
             )
         for some in pieces(piece, BYTES_AT_ONCE):
-            assert isinstance(some, Tensor)  # as `piece` is
             self.file.write(as_kept(some).contiguous().numpy().tobytes())
 
     def whole(self) -> IO[bytes]:

@@ -431,8 +431,7 @@ class ClientModel:
         rule = self._rule
         weights = torch.ones(1, dtype=self.dtype)
         if common:
-            parts = algorithm.shared_parts()
-            assert parts is not None
+            parts: Any = algorithm.shared_parts()
             networks = [module_at(algorithm, parts, self.common | {"n": view["n"]})]
         elif isinstance(rule, Mixture):
             pi = view[rule.weights]

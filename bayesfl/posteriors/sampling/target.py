@@ -57,7 +57,7 @@ class Target:
     loc: Tensor
     precision: Tensor
     centre: Tensor
-    data: tuple[Data, Tensor | None] | None
+    data: Any
     examples: int = 0
     passed: int = 0
     width: tuple[int, ...] = ()
@@ -169,7 +169,6 @@ class Target:
         Raises:
             ValueError: `batch_size` is given beside batches.
         """
-        assert self.data is not None  # as `of` has set them
         whole = one_batch(self.data[0])
         if batch_size is not None and not whole:
             raise ValueError(
@@ -193,7 +192,6 @@ class Target:
         """Yield inputs and labels once, in the model's precision and as the likelihood takes
         them.
         """
-        assert self.data is not None  # as `of` has set them
         for x, y in labelled(*self.data, self.loc):
             labels = checked(self.likelihood, torch.empty(count(x), *self.width, device="meta"), y)
             yield in_precision(x, self.loc.dtype), _floats(labels, self.loc.dtype)

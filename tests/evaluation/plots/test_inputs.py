@@ -32,9 +32,6 @@ def test_sources_are_equivalent():
     assert [bar.get_height() for bar in bars(single, "accuracy")] == [
         bar.get_height() for bar in bars(chosen, "accuracy")
     ]
-    for given, words in ((result, labels), "brings its own"), ((probs,), "need labels"):
-        with pytest.raises(ValueError, match=words):
-            plots.reliability(*given)
 
 
 def test_a_regression_has_no_reliability_diagram():
