@@ -121,11 +121,6 @@ class Kronecker:
         return len(self.precision)
 
     @property
-    def uncurved_share(self) -> float:
-        """Return the share of the weights that have no curvature."""
-        return self.uncurved / self.size
-
-    @property
     def _variance(self) -> Tensor:
         """Compute the variances in the bases, [D]."""
         return 1 / (self.eigenvalues + self.precision)

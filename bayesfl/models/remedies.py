@@ -31,7 +31,7 @@ def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
         said = str(error)
         if not every and not (
             isinstance(error, IndexError | RuntimeError)
-            and (BEYOND.search(said) or (TYPES.search(said) and _has_whole(x)))
+            and (BEYOND.search(said) or (TYPES.search(said) and _whole(x)))
         ):
             raise
         raise ValueError(
@@ -39,8 +39,8 @@ def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
         ) from error
 
 
-def _has_whole(x: Inputs) -> bool:
-    return not all(t.is_floating_point() for _, t in named(x))
+def _whole(x: Inputs) -> list[tuple[str, Tensor]]:
+    return [(name, t) for name, t in named(x) if not t.is_floating_point()]
 
 
 def remedy(error: Exception, x: Inputs) -> str:
@@ -48,7 +48,7 @@ def remedy(error: Exception, x: Inputs) -> str:
     message.
     """
     said = str(error)
-    whole = [(name, t) for name, t in named(x) if not t.is_floating_point()]
+    whole = _whole(x)
     numbers = [(name, t.long()) for name, t in whole if t.dtype != torch.bool and t.numel()]
     if BEYOND.search(said) and numbers:
         ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]

@@ -8,7 +8,7 @@ interrupted, or has got another method, goes on.
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -176,7 +176,13 @@ class Study:
             partial(cell.run, inside, place, keep=kept, workers=None if alone else 1)
             for cell, place in todo
         ]
-        done = _with_joblib(calls, n_jobs) if executor is None else _with_executor(calls, executor)
+        if executor is None:
+            parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1)  # type: ignore[arg-type]
+            done: Any = parallel(joblib.delayed(call)() for call in calls)
+        else:
+            # Executors pickle, and functions without a name travel by cloudpickle alone.
+            sent = [executor.submit(joblib.wrap_non_picklable_objects(call)) for call in calls]
+            done = (future.result() for future in sent)
         hidden = None if progress is None else not progress
         with progress_bar(
             done, total=len(places), initial=len(places) - len(calls), unit="cell", disable=hidden
@@ -270,19 +276,3 @@ class Study:
 
 def _file(inside: Path, address: str) -> Path:
     return inside / f"{address}{SUFFIX}"
-
-
-def _with_joblib(calls: list[Callable[[], None]], n_jobs: int | None) -> Iterator[None]:
-    from joblib import Parallel, delayed
-
-    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1)  # type: ignore[arg-type]
-    yield from parallel(delayed(call)() for call in calls)
-
-
-def _with_executor(calls: list[Callable[[], None]], executor: Any) -> Iterator[None]:
-    from joblib import wrap_non_picklable_objects
-
-    # Executors pickle, and functions without a name travel by cloudpickle alone.
-    futures = [executor.submit(wrap_non_picklable_objects(call)) for call in calls]
-    for future in futures:
-        yield future.result()

@@ -113,6 +113,8 @@ def reliability(
         >>> bf.plots.reliability(result).get_ylabel()
         'accuracy'
     """
+    from mpl_toolkits.axes_grid1 import make_axes_locatable
+
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
     these = None if clients is None else chosen(clients, called)
@@ -120,7 +122,9 @@ def reliability(
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
-        _diagram(ax, _split(ax), pooled)
+        options: dict[str, Any] = {"sharex": ax, "label": "histogram"}
+        beneath = make_axes_locatable(ax).append_axes("bottom", "25%", 0.05, **options)
+        _diagram(ax, beneath, pooled)
         ax.set_title(title or "")
         key(ax, _key(), lift=_height(pooled[1]))
         return ax
@@ -358,16 +362,3 @@ def _key() -> list[Any]:
             label=f"fewer than {_FEW} examples",
         ),
     ]
-
-
-def _split(ax: "Axes") -> "Axes":
-    """Make new axes in the lowest part of where `ax` stood, sharing its x axis."""
-    spec, figure = ax.get_subplotspec(), ax.figure
-    if spec is not None:
-        upper, lower = spec.subgridspec(2, 1, height_ratios=(4, 1), hspace=0.04)
-        ax.set_subplotspec(upper)
-        return figure.add_subplot(lower, sharex=ax, label="histogram")
-    box = ax.get_position()
-    fifth = box.height / 5
-    ax.set_position((box.x0, box.y0 + 1.15 * fifth, box.width, box.height - 1.15 * fifth))
-    return figure.add_axes((box.x0, box.y0, box.width, fifth), sharex=ax, label="histogram")
