@@ -1,6 +1,4 @@
-"""What users hand over, arrays, tensors, frames and nested lists, as tensors; one input of a
-network or several.
-"""
+"""Conversion of arrays, frames and nested lists to tensors: one input of a network or several."""
 
 import mmap
 import os

@@ -1,5 +1,5 @@
-"""What the rows of a federation look like: what a model is trained on, and what new rows, labels
-and other data must therefore be.
+"""Schema of a federation's rows: their shapes, dtypes and names at training, to which new rows,
+labels and other data must therefore keep.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What surveys of predictions ask about: a client's own predictions, after training.
+"""A client's own predictions after training, about which surveys ask.
 
 A step of calibration is a survey (`bayesfl.base.surveys`) with `settle(state, local)`, the client's
 own parameters, which never leave it, and `apply`.

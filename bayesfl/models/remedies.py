@@ -1,4 +1,4 @@
-"""What to do about an error that a model's forward raises."""
+"""Remedies for an error that a model's forward raises."""
 
 import contextlib
 import re

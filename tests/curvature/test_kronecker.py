@@ -381,7 +381,7 @@ def test_what_it_says_of_itself():
         7,
         len(fitted.loc),
     )
-    assert fitted.inverse.uncurved_share == 6 / len(fitted.loc)
+    assert fitted.inverse.uncurved == 6
     assert_close(fitted.moments()[1][1:24:4], torch.full((6,), 1 / 0.3, dtype=torch.float64))
     assert (
         repr(fitted.inverse)

@@ -1,5 +1,5 @@
-"""What is fitted after training: answers to what a method's predictor asks of clients, one after
-the other, however they are asked.
+"""Fits after training: clients answer the questions of a method's predictor, one after the other,
+however they are asked.
 """
 
 from collections.abc import Callable, Iterable, Mapping
