@@ -38,7 +38,7 @@ that begin with inputs.
 """
 
 
-def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
+def batches(x: Data, like: Tensor) -> Iterator[Any]:
     """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:

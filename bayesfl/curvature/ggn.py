@@ -435,7 +435,7 @@ class Curvature:
 
     def linearise(
         self,
-        x: Inputs,
+        x: Any,
         directions: Callable[[int], Tensor] | None = None,
         *,
         weight: Tensor | None = None,

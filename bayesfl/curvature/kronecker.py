@@ -432,7 +432,7 @@ def _factors(
 
 
 def _by_curvlinops(
-    likelihood: Likelihood, module: nn.Module, names: list[str], x: Inputs
+    likelihood: Likelihood, module: nn.Module, names: list[str], x: Any
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield B [H, H] and A [I, I] of each layer, both summed over a piece of the examples `x`.
 

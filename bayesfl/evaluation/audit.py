@@ -449,14 +449,12 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     Raises:
         ValueError: The data are no frame's, or have no such column, or one of numbers far apart.
     """
-    columns = data.prepared
-
+    columns: Any = data.prepared
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
             f"the column {name!r} has numbers so far apart that small ones cannot be told from "
             "inputs, as codes beside 999999: pass groups as lists, one for each client"
         )
-
     return lambda x: columns.values(x, name)
 
 

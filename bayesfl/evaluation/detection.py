@@ -433,11 +433,6 @@ def _each(
     )
     _check(inside=inside, inside_mask=inside_mask)
     _check(outside=outside, outside_mask=outside_mask)
-    if len(inside) != len(outside):
-        raise ValueError(
-            f"inside is of {len(inside)} clients and outside of {len(outside)}; each client scores "
-            "both its own and the others"
-        )
 
     def levelled_measure(own: Tensor, other: Tensor) -> Tensor:
         own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])

@@ -43,7 +43,7 @@ def labels(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The task is a regression.
+        IndexError: The task is a regression.
 
     >>> clients = bf.data.dirichlet("digits", clients=5, alpha=0.3)
     >>> bf.plots.labels(clients).get_xlabel()

@@ -57,7 +57,7 @@ class Target:
     loc: Tensor
     precision: Tensor
     centre: Tensor
-    data: Any
+    data: tuple[Any, Any]
     examples: int = 0
     passed: int = 0
     width: tuple[int, ...] = ()
