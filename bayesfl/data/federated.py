@@ -107,6 +107,10 @@ class FederatedData:
                     f"{len(self.client_names)}: every split holds the same clients, in the same "
                     "order; a client without data there has a count of 0"
                 )
+            if (found := split.inputs) != self.inputs:
+                raise ValueError(
+                    f"split {name!r} has examples of shape {found}, inputs says {self.inputs}"
+                )
             self._check_targets(name, split)
             self._check_finite(name, split)
         empty = np.flatnonzero(self.splits["train"].counts == 0)

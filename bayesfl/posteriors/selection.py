@@ -179,7 +179,7 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     the predictions are close to the MAP's, or worse.
 
     Raises:
-        ValueError: `rule` is unknown, or the scores have another shape or are NaN.
+        ValueError: `rule` is unknown, or the scores have another shape, are NaN, or are all -inf.
 
     Example:
         >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
@@ -202,6 +202,8 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     )
     above[ties] = True
     chosen = above.nonzero().squeeze(1)
+    if not len(chosen):
+        raise ValueError(f"the selection {rule!r} allows no weight at all: every score is -inf")
     if uncurved_share(evidence, chosen) > 0.5:
         # The text is always the same, so that Python shows it once for all rounds and clients of a
         # federation.

@@ -615,8 +615,7 @@ def test_labels_travel_with_their_rows():
 @pytest.mark.parametrize(
     ("data", "given", "words"),
     [
-        (lambda x: x, False, "y are missing"),
-        (lambda x: {"x": x}, False, "y are missing"),
+        (lambda x: x, False, "no labels: "),
         (lambda x: x.split(3), False, r"no labels: .*\(x, y\)"),
         (lambda x: x.split(3), True, "y is given beside .*leave it out"),
         (lambda x: {"x": x, "y": x[:, 0]}, True, "y is given beside .*leave it out"),

@@ -88,7 +88,6 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
         ({"delta": 0}, "delta must lie within"),
         ({"split": "later"}, r"reads the split 'later', and the data have"),
         ({"groups": [["a"]]}, "groups must have a list for each of 3 clients"),
-        ({"groups": "sex"}, "the data are not of from_frame"),
     ],
 )
 def test_audits_that_do_not_fit(options: dict[str, Any], words: str, served: Result):
