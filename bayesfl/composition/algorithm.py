@@ -600,6 +600,11 @@ class Algorithm:
         }
         own = self.address(server, ids)
         _refuse_taken("address", own, (*RESERVED, *self.private, *self.reports))
+        if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
+            raise ValueError(
+                f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index "
+                "what the server holds by them"
+            )
         addressed |= own
         common = {
             name: self._entry(name, server)

@@ -161,13 +161,7 @@ def test_pieces_of_several_inputs(monkeypatch):
     assert_close([call(data) for call in calls], found, **EXACT)
 
 
-def test_batches_of_bad_inputs_are_refused():
+def test_several_inputs_without_rows_are_refused():
     _, two, _, a, b = brute.two_inputs()
-    curvature = Curvature(two)
-    for x, words in (
-        ((a, b[:4]), r"x\[1\] has 4 rows and x\[0\] has 9; every tensor"),
-        ({"a": a, "b": b[:4]}, r"x\['b'\] has 4 rows and x\['a'\] has 9"),
-        ((a[:0], b[:0]), "there are no data"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            curvature.diagonal({"x": x})
+    with pytest.raises(ValueError, match="there are no data"):
+        Curvature(two).diagonal({"x": (a[:0], b[:0])})

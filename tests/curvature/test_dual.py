@@ -48,11 +48,6 @@ def test_curvature_that_is_none_in_each_example_and_just_not_in_sum(form, some, 
         assert_close(one.predict(x)[1], alone.predict(x)[1], rtol=0, atol=1e-11)
 
 
-def test_a_precision_fits_the_weights(curvature, x):
-    with pytest.raises(ValueError, match=r"precision.*23 weights .*got shape \(5,\)"):
-        invert(curvature, x, torch.ones(5))
-
-
 def test_a_failed_cholesky_says_so():
     bad = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
     with pytest.raises(torch.linalg.LinAlgError, match=r"order 2\b.*Cholesky .*1e-6 .* 1 added"):

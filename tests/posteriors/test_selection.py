@@ -143,26 +143,6 @@ def test_by_name():
         select(ByName("x"), e, 2)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"curvature": -torch.ones(4)}, r"curvature .*variance .*got -1 and 1"),
-        ({"variance": torch.zeros(4)}, r"curvature .*variance .*got 1 and 0"),
-    ],
-)
-def test_evidence_that_is_none(changed, words):
-    """Refused before a rule sees it."""
-    with pytest.raises(ValueError, match=words):
-        Evidence(
-            **{
-                "loc": torch.ones(4),
-                "curvature": torch.ones(4),
-                "variance": torch.ones(4),
-                **changed,
-            }
-        )
-
-
 def test_rules_that_choose_alike():
     """They choose the same weights under any variance that all have in common; another does not."""
     curvature = torch.logspace(-9, 3, 40, dtype=torch.float64).flip(0)
