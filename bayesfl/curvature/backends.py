@@ -1,5 +1,6 @@
 """Backends that compute Jacobians: closed forms by layer, torch.func, or BackPACK."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,10 @@ from bayesfl.models.copies import duplicate
 from bayesfl.models.weights import call_at
 
 Name = Literal["auto", "layers", "func", "backpack"]
+
+
+def _on_a_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).is_cuda
 
 
 def refusal(backend: str, what: str) -> ValueError:
@@ -138,7 +143,7 @@ class BackPack:
             # BackPACK reads the inputs of a layer, which must not be overwritten.
             if getattr(layer, "inplace", False):
                 layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
-        self._module = backpack.extend(module, use_converter=True)
+        self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
@@ -215,6 +220,21 @@ class BackPack:
         return scale * self._backward(DiagGGNExact(), lambda x: criterion(self._module(x), y), x, 0)
 
 
+def _prepared(module: nn.Module) -> nn.Module:
+    """Return the same network in containers that BackPACK supports: a flat stack, or the result of
+    its converter.
+    """
+    flat: list[nn.Module] = []
+    for _, layer in layers.stack(module):
+        # An activation may be used twice.
+        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)
+    if any(list(layer.children()) for layer in flat):
+        from backpack.custom_module.graph_utils import convert_module_to_backpack
+
+        return convert_module_to_backpack(module, False)
+    return nn.Sequential(*flat)
+
+
 def backpack_unsupported(module: nn.Module) -> list[str]:
     """Name the modules for which BackPACK lacks an exact GGN diagonal or single gradients, or would
     give wrong ones without an error.
@@ -257,7 +277,7 @@ def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
         missing = layers.unsupported(module)
         if not missing:
             return layers.Layers(module, layout)
-    if backend == "backpack" or (backend == "auto" and next(module.parameters()).is_cuda):
+    if backend == "backpack" or (backend == "auto" and _on_a_gpu(module)):
         missing = backpack_unsupported(module)
         if not missing:
             try:

@@ -142,8 +142,8 @@ def by_validation(
         grid: Precisions to try, ascending.
 
     Raises:
-        ValueError: `grid` is empty, no precision of it works, labels or targets do not fit, or `x`
-            has another number of examples.
+        ValueError: Labels or targets do not fit, or `x` has another number of examples.
+        RuntimeError: No precision of `grid` works.
     """
     # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
     pairs = list(labelled(held, labels, fitted.loc))

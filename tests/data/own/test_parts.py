@@ -174,7 +174,7 @@ LABELS = pd.Series(Y)
             ValueError,
             r"shapes \[2, 4, 2\], \[4\] and \[4\]; several inputs are a tuple of arrays, not",
         ),
-        ((X, X), Y, {}, ValueError, "zip.* argument 2 is longer"),
+        ((X, X), Y, {}, ValueError, r"^client 0 has x .*Are these pooled .*pass client_ids"),
         ([X, X[:, :1]], [Y, Y], {}, RuntimeError, "Expected size 2 but got size 1"),
         (
             {"table": FRAME},
