@@ -404,18 +404,30 @@ class Curvature:
     def _compare(self, x: Tensor) -> None:
         """Compare BackPACK with torch.func, see `prove`."""
         backpack: Any = self.engine
-        self.engine = func = Func(self.module, self.layout)
-        want = self.linearise(x[:2])[1].squares()  # outputs that are not finite are refused here
-        self.engine, self._proven = backpack, True
-        try:
-            found = [self.linearise(x[:2])[1].squares(), backpack.diagonal(x[:2], self.likelihood)]
-            faults = [self._differs(one.double(), want) for one in found if one is not None]
-        except Exception as error:  # which BackPACK raises on a `forward` that it does not know
-            faults = [error_in_words(error)]
-        if fault := next(filter(None, faults), None):
+        func = Func(self.module, self.layout)
+        two = x[:2]
+        self.engine = func
+        want = self.linearise(two)[1].squares()  # outputs that are not finite are refused here
+        self.engine = backpack
+        fault = self._fault(backpack, two, want)
+        if fault is not None:
             if self._asked == "backpack":
                 raise refusal("backpack", f"this {type(self.module).__name__} ({fault})")
             self.engine = func
+        self._proven = True
+
+    def _fault(self, backpack: BackPack, x: Tensor, want: Tensor) -> str | None:
+        """Say why BackPACK cannot be used, given `func`'s diagonal [D] for the same inputs; None
+        where it agrees.
+        """
+        try:
+            own = backpack.diagonal(x, self.likelihood)
+            fault = self._differs(self.linearise(x)[1].squares().double(), want)
+            if fault is None and own is not None:
+                fault = self._differs(own.double(), want)
+        except Exception as error:  # which BackPACK raises on a `forward` that it does not know
+            return error_in_words(error)
+        return fault
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
         """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in
