@@ -55,7 +55,7 @@ class Study:
         **settings: Further arguments of `bf.simulate`, as `participation=0.1`.
 
     Raises:
-        TypeError: `bf.simulate` has no such argument; methods are no mapping, or seeds no list.
+        TypeError: `bf.simulate` has no such argument.
         ValueError: Options are named for a method that is not there, or one that no method has, or
             without values; a method, the model or the data are given themselves, and not a function
             that makes them; a seed is no whole number; or a setting is each cell's own, as
@@ -98,6 +98,13 @@ class Study:
     ) -> None:
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
+        for name, given in {**methods, "model": model, "data": data}.items():
+            if isinstance(given, nn.Module) or not callable(given):
+                raise ValueError(
+                    f"{name} must be a function that makes it for each cell, as "
+                    "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
+                    f"data, got a {type(given).__name__}"
+                )
         # Copies, as callbacks that another run uses change.
         settings = {"rounds": rounds, **anew(settings)}
         refuse_unknown(simulate, settings)  # now, and not in every cell

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import bayesfl as bf
 from bayesfl.optim import SGD
@@ -33,6 +34,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(random_state=1), TypeError, "did you mean seed"),
     (lambda: one(options={"FedAvg": {"lr": [0.1]}}), ValueError, r"optimiser=bf.optim.SGD\(lr\)"),
     (lambda: one(rounds=0), ValueError, "rounds must be at least 1"),
+    (
+        lambda: one(methods={"A": bf.algorithms.fedavg(nn.Linear(2, 2))}),
+        ValueError,
+        "A must be a f",
+    ),
+    (lambda: one(methods={"A": "fedavg"}), ValueError, "A must be a function.*got a str"),
+    (lambda: one(data=DATA(seed=0)), ValueError, "data must be a function.*lambda seed"),
+    (lambda: one(model=nn.Linear(2, 2)), ValueError, "model must be a function.*lambda clients"),
     (lambda: one(options={"FedAvg": {"epochs": []}}), ValueError, r"\['epochs'\] must be a list"),
     (lambda: one(options={"FedAvg": {"epochs": 5}}), ValueError, r"\['epochs'\] must be a list"),
     (lambda: one(options={"FedAvg": {"epoch": [5]}}), ValueError, "'epoch'.*'epochs'"),
