@@ -100,7 +100,7 @@ def lenet(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the
@@ -153,7 +153,7 @@ def leaky_cnn(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
@@ -282,7 +282,7 @@ def resnet18(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in

@@ -14,6 +14,11 @@ BEYOND = re.compile(
     r"values must be"
 )
 """What torch says of a number beyond the rows of an embedding, or of any table."""
+BOOLEAN = re.compile(
+    r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be "
+    r"bool"
+)
+"""What torch says where a mask holds other numbers than truth values."""
 TYPES = re.compile(
     r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported"
 )
@@ -61,6 +66,12 @@ def remedy(error: Exception, x: Inputs) -> str:
         return (
             "an embedding takes whole numbers, and they stay such: pass an array of integers, as "
             "x.astype('int64')"
+        )
+    if numbers and BOOLEAN.search(said):
+        masks = [name for name, _ in numbers if "mask" in name] or [name for name, _ in numbers]
+        return (
+            "a mask holds truth values, and whole numbers stay such: pass "
+            f"{' or '.join(f'{name}.astype(bool)' for name in masks)}"
         )
     if whole and TYPES.search(said):
         kinds = ", ".join(f"{name} holds {t.dtype}" for name, t in whole)
