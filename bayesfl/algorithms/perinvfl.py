@@ -103,9 +103,6 @@ def perinvfl(
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
 
-    Raises:
-        ValueError: `variant` is `contrastive` and `model` is not a `SplitModel`.
-
     Example:
         >>> clients = bf.data.coloured("digits")
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
