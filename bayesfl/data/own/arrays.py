@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import join
-from bayesfl.base.options import suggests
+from bayesfl.base.options import instance, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
@@ -111,6 +111,7 @@ def from_arrays(
         ('north', 'south')
     """
     pooled = client_ids is not None
+    instance("test", test or (), Sequence, "pass arrays (x, y), or a share of rows as test_share=")
     if not pooled:
         x, test = list(x), test and (list(test[0]), test[1])
     check_columns("x", x, test and test[0], pooled=pooled)
@@ -119,6 +120,12 @@ def from_arrays(
     train, held, order = _parts(x, y, client_ids, test, names)
     named = named_clients(names, order, pooled=pooled)
     targets = [*train.ys, *(held.ys if held else ())]
+    several = targets[0].is_floating_point() and math.prod(targets[0].shape[1:]) > 1
+    if several and isinstance(train.x, Tensor) and train.x.dim() == 1:
+        raise ValueError(
+            "x is one number a row, and y several floats: if x and y are exchanged, pass x first; "
+            "if not, give x an axis of features, as x[:, None]"
+        )
     task = _task_of(targets) if task is None else task
     if task == "classification":
         _check_labels(targets)

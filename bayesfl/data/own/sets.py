@@ -12,6 +12,7 @@ import numpy as np
 
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.inputs import at, unnamed
+from bayesfl.base.options import refuse_unknown
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
@@ -59,10 +60,10 @@ def from_datasets(
 
     Raises:
         ValueError: A data set does not give pairs of numbers, or draws at random; lists of one row
-            have different lengths; only one of `inputs` and `target` is given; data sets name
-            classes differently; the folder holds something else; or `from_arrays` refuses them.
+            have different lengths; data sets name classes differently; the folder holds something
+            else; or `from_arrays` refuses them.
         KeyError: A row lacks a column.
-        TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
+        TypeError: `client_ids` is given, or an option that `from_arrays` has not.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -71,6 +72,7 @@ def from_datasets(
         FederatedData(arrays, 3 clients; train 24, test 6)
     """
     # Options that are none are refused now, not after all items were read.
+    refuse_unknown(from_arrays, options)
     inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)
     given = [(f"datasets[{j}]", one) for j, one in enumerate(datasets)]
     held = [(f"test[{j}]", one) for j, one in enumerate(test)] if test is not None else []

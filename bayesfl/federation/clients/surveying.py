@@ -89,6 +89,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         before: The steps that are fitted already.
 
     Raises:
+        TypeError: Something is no step.
         ValueError: A step that compares models is not the first, one changes probabilities after
             sets were made of them, or one is of the kind of another.
 
@@ -97,6 +98,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
             split to which an earlier step is fitted.
     """
     for number, step in enumerate(steps):
+        if not isinstance(step, Step) or isinstance(step, type):
+            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
             raise ValueError(
@@ -239,7 +242,7 @@ def about(result: "Result", surveys: Sequence[Survey]) -> Outputs:
 
 def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:
     """Raise ValueError if a step compares clients' own models with the server's, and the method has
-    no own ones.
+    not both.
     """
     if not (names := [type(step).__name__ for step in steps if compares([step])]):
         return
@@ -248,6 +251,12 @@ def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:
             f"{names[0]} compares clients' own models with the server's, and in this method all "
             "clients predict with the server's, so that there is nothing to choose: leave it out, "
             "or take a method with models of their own, such as fedavg_ft or ditto"
+        )
+    if algorithm.shared_parts() is None:
+        raise ValueError(
+            f"{names[0]} compares clients' own models with the server's, and this method has no "
+            "whole model on the server: leave it out, or take a method that has one, such as "
+            "fedavg_ft or ditto"
         )
 
 

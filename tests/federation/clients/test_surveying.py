@@ -345,6 +345,9 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
     """
     _, plain = personal
     served = plain.calibrate(Temperature(), Conformal())
+    for wrong in ([Temperature()], Temperature):
+        with pytest.raises(TypeError, match="steps must be steps of calibration"):
+            plain.calibrate(wrong)
     for one, steps, words in (
         (served, (Bias(),), "Bias must come before Conformal"),
         (plain, (Abstention(risk=0.2), Temperature()), "Temperature must come before Abstention"),
