@@ -89,7 +89,7 @@ class Target:
             for value in (precision, centre)
         )
         likelihood = Categorical() if likelihood is None else likelihood
-        return cls(model, layout, likelihood, loc, precision, centre, None).on(x, y)
+        return cls(model, layout, likelihood, loc, precision, centre, (x, y)).on(x, y)
 
     def on(self, x: Data, y: Tensor | None) -> "Target":
         """Return the same target with these data.
