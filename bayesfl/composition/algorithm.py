@@ -113,8 +113,7 @@ class Algorithm:
     no dot.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `likelihood` is no `Likelihood`, or what is to be
-            a tuple is none.
+        TypeError: `likelihood` is no `Likelihood`.
         ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
             reserved or has a dot, or the model cannot be trained here.
 

@@ -56,8 +56,7 @@ class Block:
             the factor of each example for each copy, [..., M, B].
 
     Raises:
-        ValueError: Several copies would have the same start, or the pool sends what the belief has
-            not.
+        ValueError: Several copies would have the same start.
 
     Example:
         >>> shared, frozen = bf.Block("body.*"), bf.Block("head.*", pool=None)

@@ -382,8 +382,7 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: There is no inner phase, or one is a `Repeat`, or has a batch size of its own or
-            epochs by client.
+        ValueError: An inner phase is a `Repeat`, or has a batch size of its own.
 
     Example:
         >>> both = ("body", "head")

@@ -26,7 +26,6 @@ def to_tensor(values: Any, name: str) -> Tensor:
 
     Raises:
         ValueError: `values` are no numbers, or are of several shapes.
-        TypeError: `values` are None or a torch data set.
     """
     tensor = _tensor(values, name)
     return tensor.float() if tensor.is_floating_point() else tensor.long()
@@ -48,7 +47,6 @@ def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
     Raises:
         ValueError: An array holds no numbers, arrays have different numbers of rows, or a tuple or
             a mapping is empty.
-        TypeError: An array is None or a torch data set.
     """
     made = _tree(values, name, whose)
     (first, one), *others = named(made, name)

@@ -126,9 +126,9 @@ class Schema:
 
         Raises:
             TypeError: Something is no array.
-            ValueError: `x` has other columns or holds other tensors, of another kind of numbers or
-                another shape, different numbers of rows or none, or numbers that are not finite; or
-                what the transform makes of it has another shape than `inputs`.
+            KeyError: `x` lacks an input.
+            ValueError: `x` has other columns, or tensors of another kind of numbers or another
+                shape, different numbers of rows or none, or numbers that are not finite.
 
         Warns:
             UserWarning: Rows of a frame are unlike the training rows.

@@ -87,7 +87,7 @@ class Alarm:
             of other kinds and other models.
 
     Raises:
-        ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
+        ValueError: `alpha` or `delta` is out of range, or the reference is not finite.
 
     Example:
         >>> from bayesfl.evaluation.alarm import Alarm
@@ -263,7 +263,7 @@ class Merged:
             client, in (0, 1).
 
     Raises:
-        ValueError: There is no client, or two have one name, or `delta` is out of range.
+        ValueError: `delta` is out of range.
     """
 
     @declared

@@ -99,8 +99,8 @@ def from_arrays(
     Raises:
         ValueError: Arrays do not fit each other, or a client has too few examples for its splits.
         RuntimeError: Rows have different shapes.
-        TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`;
-            or names are no list.
+        KeyError: A client lacks an input of another.
+        TypeError: `names` are no list, or `test` no pair of arrays.
 
     Example:
         >>> x, y = torch.rand(20, 3), torch.arange(20) % 2

@@ -87,7 +87,6 @@ def from_frame(
         applies them to frames.
 
     Raises:
-        TypeError: `frame` is no data frame.
         ImportError: A frame of another library than pandas needs pyarrow.
         ValueError: A column is absent, or holds dates, several types, numbers as text, also with a
             unit, infinite numbers or too many levels; clients, groups or targets are missing or of
@@ -188,7 +187,6 @@ def frame_statistics(
         seed: As for `from_frame`.
 
     Raises:
-        TypeError: As by `from_frame`.
         ValueError: As by `from_frame`.
 
     Example:
@@ -231,7 +229,7 @@ def _opened(
     """Return the frame as a table, and the names of the inputs.
 
     Raises:
-        ValueError: A column is absent, or no column is left.
+        ValueError: A column is absent.
     """
     table = Table(frame)
     targets = [target] if isinstance(target, str) else list(target)

@@ -75,8 +75,7 @@ def coloured(
             IRM's code has it with 10,000 of MNIST; None for the source's own test part.
 
     Raises:
-        ValueError: An agreement lies outside [0, 1], the data are no grey images with classes, or
-            there are fewer rows than environments.
+        ValueError: An agreement lies outside [0, 1], or the data are no grey images with classes.
 
     References:
         Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
@@ -145,9 +144,6 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
     Args:
         clients: Data made by `coloured`.
         agreement: The probability that colour agrees with label.
-
-    Raises:
-        ValueError: `clients` was not made by `coloured`.
 
     Example:
         >>> clients = bf.data.coloured("digits", agreement=(0.9, 0.8))

@@ -53,8 +53,7 @@ def interval_reliability(
 
     Raises:
         TypeError: A client is neither a name nor a number.
-        ValueError: The source is of classes or of intervals of one level, the shapes do not fit, or
-            a client is not there.
+        ValueError: The shapes do not fit, or a client is not there.
 
     Example:
         >>> mean, variance = torch.zeros(1, 50, 1), torch.ones(1, 50, 1)

@@ -48,9 +48,6 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     Returns:
         A matplotlib Figure, to be saved by `.savefig`.
 
-    Raises:
-        ValueError: An entry has no rows or no sets.
-
     Example:
         >>> clients = bf.data.iid("digits", clients=3, calibration=0.3)
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
@@ -119,7 +116,7 @@ def evidence(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
+        ValueError: There is no alarm, or they are raised at different heights.
 
     Example:
         >>> from bayesfl.evaluation.alarm import Alarm
