@@ -128,7 +128,8 @@ class Schema:
             TypeError: Something is no array.
             KeyError: `x` lacks an input.
             ValueError: `x` has other columns, or tensors of another kind of numbers or another
-                shape, different numbers of rows or none, or numbers that are not finite.
+                shape, different numbers of rows or none, or numbers that are not finite; or what
+                the transform makes of it has another shape than `inputs`.
 
         Warns:
             UserWarning: Rows of a frame are unlike the training rows.
@@ -147,6 +148,11 @@ class Schema:
         index = torch.arange(count(rows), device=device)
         options: dict[str, Any] = {"transform": self.transform, "dtype": dtype}
         split = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options)
+        if split.inputs != self.inputs:
+            raise ValueError(
+                f"the transform makes inputs of shape {split.inputs} of x, the model was trained "
+                f"on {self.inputs}; pass the same transform"
+            )
         return split
 
     def _fit(self, name: str, t: Tensor) -> Tensor:

@@ -302,8 +302,7 @@ def test_your_arrays_are_copied_once():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda xs, ys: from_arrays(xs, ys[:2]), "x has 3 clients, y has 2"),
-        (lambda xs, ys: from_arrays([], [], client_ids=[]), r"^x is empty.*client_ids"),
+        (lambda xs, ys: from_arrays(xs, ys[:2]), "argument 2 is shorter"),
         (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
         (lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]), r"\[4, 1\].*y\.ravel"),
