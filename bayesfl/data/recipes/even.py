@@ -39,7 +39,7 @@ def iid(
     classification and regression.
 
     Raises:
-        ValueError: There are more clients than training or test rows.
+        ValueError: There are more clients than training rows.
 
     Example:
         >>> bf.data.iid("digits", clients=4, validation=0.1)
@@ -70,7 +70,7 @@ def diabetes(
             skews the clients. None for no skew.
 
     Raises:
-        ValueError: There are more clients than test rows.
+        ValueError: There are more clients than training rows.
 
     Example:
         >>> bf.data.diabetes(clients=4, by="age")

@@ -770,24 +770,6 @@ def test_what_is_refused(change: Any, options: dict[str, Any], words: str, frame
         from_frame(change(frame.fillna({"pain": "none"})), **{**ROLES, **options})
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda: from_frame(np.ones((3, 2)), client="a", target="b"),
-            r"frame must be a data frame.* got ndarray; pandas\.read_csv\(path\) reads one",
-        ),
-        (
-            lambda: from_frame(hospitals(), **ROLES, columns="columns.json"),  # pyright: ignore[reportArgumentType]
-            r"columns must be .*Columns.load",
-        ),
-    ],
-)
-def test_what_is_no_frame(call: Any, words: str):
-    with pytest.raises(TypeError, match=words):
-        call()
-
-
 def test_inputs_of_one_name_are_told_apart():
     """Those of a column that is called as another's indicator of missing values."""
     frame = hospitals().drop(columns="patient").assign(**{"pressure is missing": CODE % 7})
