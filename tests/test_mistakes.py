@@ -192,12 +192,12 @@ MISTAKES: dict[str, Case] = {
     "split(head='fc')": (
         lambda: bf.models.split(model(), head="fc"),
         AttributeError,
-        ("head", "'fc'", "body.0"),
+        ("`fc`",),
     ),
     "split(head='hed')": (
         lambda: bf.models.split(model(), head="hed"),
         AttributeError,
-        ("'head'",),
+        ("`hed`",),
     ),
     "separated at the log link": (glm, ValueError, ("separate", "family='poisson'", "sandwich")),
     "separated under a prior": (lambda: glm(prior=2.5), ValueError, ("separate", "'poisson'")),

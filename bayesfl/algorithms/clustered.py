@@ -196,17 +196,13 @@ def bipartition(updates: Tensor) -> Tensor:
     Returns:
         Which updates are not in the group of the first, [C] bool.
     """
-    from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
+    from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
     directions = updates.double() / updates.double().norm(dim=1, keepdim=True).clamp_min(
         torch.finfo(torch.float64).tiny
     )
     distances = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
-    root = to_tree(linkage(squareform(distances.cpu().numpy(), checks=False), method="complete"))
-    assert isinstance(root, ClusterNode)
-    left = root.get_left()
-    assert left is not None
-    group = torch.zeros(len(updates), dtype=torch.bool, device=updates.device)
-    group[left.pre_order()] = True
+    tree = linkage(squareform(distances.cpu().numpy(), checks=False), method="complete")
+    group = torch.from_numpy(cut_tree(tree, 2)[:, 0]).to(updates.device)
     return group != group[0]

@@ -28,16 +28,17 @@ rounding made indefinite, and the variances with them; here the programs are sol
 float64.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import in_rows
 from bayesfl.base.protocols import Batch, Reported, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once, options, simplex
-from bayesfl.likelihoods import Categorical, MultiLabel, Ordinal, Tokens
-from bayesfl.models.altered import cut
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
 PARTS = ("body", "head")
@@ -53,7 +54,7 @@ ROUNDING = 1e-13  # in units of the largest |h|^2 + V
 
 @options.method()
 def fedpac(
-    model: options.Model,
+    model: options.Split,
     *,
     head_epochs: options.Epochs = 1,
     body_epochs: options.BodyEpochs = 5,
@@ -86,15 +87,15 @@ def fedpac(
     has the mean of all clients' heads, which is sent to no client.
 
     Args:
-        model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
+        model: A `bf.models.SplitModel` whose head is one `nn.Linear`; its features are the inputs
+            of its head.
         head_epochs: Number of passes over a client's data for its head each round.
         body_optimiser: Optimiser of the body; the paper's rate is 0.02 on CIFAR-10.
         lam: Strength lambda of the pull of features towards centroids.
         likelihood: Distribution of y given the model's outputs; its task must be classification.
 
     Raises:
-        ValueError: `model` is not a `SplitModel` with a linear head, or `likelihood` is not for
-            classes.
+        ValueError: `model` is not a `SplitModel`.
 
     Example:
         >>> clients = bf.data.dominant_classes("digits", clients=4)
@@ -104,28 +105,17 @@ def fedpac(
         ['body.loc', 'head.loc', 'counts', 'h', 'variance', 'centroids']
         >>> result = bf.simulate(method, clients, rounds=1)
     """
-    if likelihood.task != "classification" or isinstance(likelihood, MultiLabel | Ordinal | Tokens):
-        kind = f"likelihood {type(likelihood).__name__} ({likelihood.task})"
-        raise ValueError(
-            "FedPAC's statistics are of the classes that the head's outputs stand for, not as of "
-            f"{kind}; use fedrep"
-        )
-    if not cut(model) or not isinstance(model.head, nn.Linear):
-        raise ValueError(
-            "model must be a bf.models.SplitModel whose head is one nn.Linear, got "
-            f"{type(model).__name__}; use bf.models.split"
-        )
-    classes, width = max(2, model.head.out_features), model.head.in_features
+    linear: Any = model.get_submodule("head")
+    classes, width = max(2, linear.out_features), linear.in_features
 
     def pull(
-        features: Tensor | None,
+        features: Any,
         outputs: Tensor,
         losses: Tensor,
         batch: Batch,
         given: Server,
         view: View,
     ) -> Tensor:
-        assert features is not None
         # Quicker than picking rows.
         target = F.one_hot(batch["y"], classes).to(features) @ view["target"]
         apart = (features - target).square().mean(-1) * batch["weight"]
@@ -181,8 +171,7 @@ def moments(
     inputs = in_rows(data["x"], ROWS_AT_ONCE)
     first = second = 0.0
     for x, rows in zip(inputs, of_class.split(ROWS_AT_ONCE), strict=True):
-        z, _ = algorithm.features(leaves, x)
-        assert z is not None
+        z: Any = algorithm.features(leaves, x)[0]
         first = first + rows.mT @ z
         second = second + rows.mT @ z.square().sum(-1)
     counts = of_class.sum(0)

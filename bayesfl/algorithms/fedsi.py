@@ -155,11 +155,6 @@ def fedsi(
         >>> result = bf.simulate(method, clients, rounds=1)
     """
     alpha = 1 / prior_precision
-    if variance_floor > alpha:
-        raise ValueError(
-            f"variance_floor must be at most alpha = 1 / prior_precision = {alpha:g}, got "
-            f"{variance_floor}"
-        )
     rule: dict[str, Any] = (
         {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
     )

@@ -78,14 +78,13 @@ def contrast(mu: float, temperature: float) -> Penalty:
     """
 
     def penalty(
-        features: Tensor | None,
+        features: Any,
         outputs: Tensor,
         losses: Tensor,
         batch: Batch,
         given: Server,
         view: View,
     ) -> Tensor:
-        assert features is not None
         near, far = (
             F.cosine_similarity(features, batch["at"][name].features, dim=-1)
             for name in ("received", "previous")

@@ -33,13 +33,14 @@ the text above says what is done.
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import irm
+from bayesfl.algorithms.moon import received
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition import (
     Algorithm,
@@ -57,7 +58,6 @@ from bayesfl.composition import (
     with_personal,
 )
 from bayesfl.likelihoods import Categorical
-from bayesfl.models.altered import cut
 from bayesfl.optim import Adam
 
 APART = 0.2  # factor of the negative pairs in the released code
@@ -103,9 +103,6 @@ def perinvfl(
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
 
-    Raises:
-        ValueError: `variant` is `contrastive` and `model` is not a `SplitModel`.
-
     Example:
         >>> clients = bf.data.coloured("digits")
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
@@ -114,11 +111,6 @@ def perinvfl(
         ['w.loc']
         >>> result = bf.simulate(method, clients, rounds=1)
     """
-    if variant == "contrastive" and not cut(model):
-        raise ValueError(
-            "variant 'contrastive' compares features, so it needs a body and a head: build the "
-            "model by bf.models, or split it"
-        )
     rest = {
         "steps": steps,
         "batch_size": batch_size,
@@ -175,14 +167,13 @@ def contrast(lam: float) -> Penalty:
     """
 
     def penalty(
-        features: Tensor | None,
+        features: Any,
         outputs: Tensor,
         losses: Tensor,
         batch: Batch,
         given: Server,
         view: View,
     ) -> Tensor:
-        assert features is not None
         near, far = (
             F.cosine_similarity(features, batch["at"][name].features, dim=-1)
             for name in ("near", "far")
@@ -191,11 +182,6 @@ def contrast(lam: float) -> Penalty:
         return lam * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     return penalty
-
-
-def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
-    """Return the weights of the model received."""
-    return algorithm.leaves(("w",), given)
 
 
 def own(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ def row_bytes(x: Inputs) -> int:
     return max(1, sum(t[:1].nbytes for _, t in named(x)))
 
 
-def pieces(x: Inputs, size: int) -> Iterator[Inputs]:
+def pieces(x: Inputs, size: int) -> Iterator[Any]:
     """Yield the rows in pieces of at most `size` bytes, of one row at least."""
     return in_rows(x, max(1, size // row_bytes(x)))
 

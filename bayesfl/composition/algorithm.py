@@ -7,12 +7,13 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bayesfl.base.described import described
 from bayesfl.base.display.html import preview
@@ -31,7 +32,7 @@ from bayesfl.base.protocols import (
     View,
 )
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.trees import alike, flatten, shapes
+from bayesfl.base.trees import flatten
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
@@ -112,8 +113,7 @@ class Algorithm:
     no dot.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `likelihood` is no `Likelihood`, or what is to be
-            a tuple is none.
+        TypeError: `likelihood` is no `Likelihood`.
         ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
             reserved or has a dot, or the model cannot be trained here.
 
@@ -151,19 +151,11 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         instance(
-            "model",
-            self.model,
-            nn.Module,
-            "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
-        )
-        instance(
             "likelihood",
             self.likelihood,
             Likelihood,
             "build one, as Categorical(), or one with task, width, nll, nll_and_slope, predictive",
         )
-        for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
-            instance(name, getattr(self, name), tuple, "pass a tuple, as (it,) of one")
         refuse_impure(self.model)
         _check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
@@ -226,7 +218,7 @@ class Algorithm:
                 for f in fields(self)
                 if f.init and getattr(self, f.name) is not f.default
             }
-            return _composed_again, (held,)
+            return partial(Algorithm, **held), ()
         function = inspect.unwrap(self.made.function)
         where = (function.__module__, function.__qualname__)
         return _made_again, (*where, self.model, dict(self.made.options))
@@ -561,13 +553,7 @@ class Algorithm:
         ones in its precision.
         """
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
-        out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
-        wild = [key for key, t in flatten(out).items() if not bool(t.isfinite().all())]
-        if wild and what != "reports":
-            raise ValueError(
-                f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones"
-            )
-        return out
+        return tree_map(lambda t: _placed(t, like), dict(tree))
 
     def _starts(
         self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
@@ -612,7 +598,12 @@ class Algorithm:
             if len(server[name]["each"])
         }
         own = self.address(server, ids)
-        _check_addressed(self, own, server, ids)
+        _refuse_taken("address", own, (*RESERVED, *self.private, *self.reports))
+        if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
+            raise ValueError(
+                f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index "
+                "what the server holds by them"
+            )
         addressed |= own
         common = {
             name: self._entry(name, server)
@@ -648,20 +639,7 @@ class Algorithm:
             kept |= more
         given = self.given(self.to_one(server)[0], 0, 1)
         like = next(iter(beliefs.values()))["loc"]
-        private = self._starts("private", self.private, given, like)
-        both = {name: start for name, start in self.reports.items() if name in private}
-        one, other = (
-            {name: tree[name] for name in both}
-            for tree in (private, self._starts("reports", both, given, like))
-        )
-        if shapes(one) != shapes(other) or not all(
-            torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True)
-        ):
-            raise ValueError(
-                f"`private` starts {list(both)} as {one}, `reports` as {other}; give each name one "
-                "start"
-            )
-        return kept | private
+        return kept | self._starts("private", self.private, given, like)
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
         """Return the views of a chunk of clients, [C, ...]: shared entries expanded, private rows,
@@ -737,11 +715,6 @@ class Algorithm:
         }
 
 
-def _composed_again(held: dict[str, Any]) -> Algorithm:
-    """Return an algorithm of the fields that it was pickled with."""
-    return Algorithm(**held)
-
-
 def _made_again(module: str, name: str, model: nn.Module, options: dict[str, Any]) -> Algorithm:
     """Return an algorithm made by the function of this name, as pickle found it."""
     function = operator.attrgetter(name)(importlib.import_module(module))
@@ -772,11 +745,6 @@ def _check_composed(algorithm: Algorithm) -> None:
     for name in ("private", "reports"):
         flatten(getattr(algorithm, name))
         _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
-    if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
-        raise ValueError(
-            "broadcast must be names that `server` adds, other than blocks, got "
-            f"{algorithm.broadcast!r}"
-        )
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
@@ -795,31 +763,6 @@ def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
                     f"not by {sorted(names - inside)}, which are names of the same tensor: untie "
                     "the two, or cover both"
                 )
-
-
-def _check_addressed(algorithm: Algorithm, own: View, server: Server, ids: Tensor) -> None:
-    """Check what an algorithm's `address` returns for the clients `ids` [C].
-
-    Raises:
-        ValueError: It has a name that is taken, lacks a row for each client, or is no belief about
-            its block.
-    """
-    _refuse_taken("address", own, (*RESERVED, *algorithm.private, *algorithm.reports))
-    for name in own.keys() & algorithm.blocks.keys():
-        entry, loc = own[name], server[name]["loc"]
-        if not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": loc}).keys() or not all(
-            t.dim() and alike(loc.expand(len(t), *loc.shape), t) for t in entry.values()
-        ):
-            raise ValueError(
-                f"`address` returns {shapes({name: entry})} for a block whose 'loc' is "
-                f"{(loc.dtype, tuple(loc.shape))}; return {{'loc': ...}} or all tensors of its "
-                "belief, with one row a client"
-            )
-    if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
-        raise ValueError(
-            f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what "
-            "the server holds by them"
-        )
 
 
 def _refuse_taken(what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:

@@ -56,8 +56,7 @@ class Block:
             the factor of each example for each copy, [..., M, B].
 
     Raises:
-        ValueError: Several copies would have the same start, or the pool sends what the belief has
-            not.
+        ValueError: Several copies would have the same start.
 
     Example:
         >>> shared, frozen = bf.Block("body.*"), bf.Block("head.*", pool=None)
@@ -75,14 +74,6 @@ class Block:
     copies: Count | None = None
 
     def __post_init__(self) -> None:
-        sends = ("loc",) if self.pool is None else self.pool.sends
-        held = tuple(self.posterior.init(torch.zeros(1)))
-        if not sends or not set(sends) <= set(held):
-            kind = type(self.posterior).__name__
-            raise ValueError(
-                f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, "
-                "in a tuple"
-            )
         if self.copies is not None and self.copies > 1 and self.start == "module":
             raise ValueError(
                 f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as "

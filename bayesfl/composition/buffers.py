@@ -72,11 +72,6 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
     added = {}
     for name, buffers in found.items():
         block = plain[name]
-        if of(name) in plain:
-            raise ValueError(
-                f"{of(name)!r} is the name of the block of the buffers of {name!r}; choose another "
-                "for your own block"
-            )
         if not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None):
             raise ValueError(
                 f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes "
@@ -97,8 +92,7 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
 def layout(model: nn.Module, block: Block) -> Layout:
     """Return the layout of a block, of buffers or of parameters."""
     if isinstance(block, Buffers):
-        assert isinstance(block.pattern, tuple)
-        return Layout.of_buffers(model, block.pattern)
+        return Layout.of_buffers(model, tuple(block.pattern))
     return Layout(model, block.pattern)
 
 

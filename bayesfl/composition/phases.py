@@ -382,8 +382,7 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: There is no inner phase, or one is a `Repeat`, or has a batch size of its own or
-            epochs by client.
+        ValueError: An inner phase is a `Repeat`, or has a batch size of its own.
 
     Example:
         >>> both = ("body", "head")
@@ -401,10 +400,6 @@ class Repeat:
     batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        if not self.phases:
-            raise ValueError(
-                "phases is empty, so nothing would be done with a batch; name at least one"
-            )
         if wrong := [
             phase
             for phase in self.phases
@@ -413,11 +408,6 @@ class Repeat:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
-            )
-        if any(callable(phase.epochs) for phase in self.phases):
-            raise ValueError(
-                "epochs by client are for the Repeat itself; inside it they are a number of steps "
-                "on the shared batch"
             )
 
     @cached_property
@@ -467,8 +457,7 @@ def unrolled(phase: Phase | Repeat) -> tuple[Phase, ...]:
 
 def steps_on_batch(phase: Phase) -> int:
     """Return how many steps a phase inside a `Repeat` takes on the shared batch."""
-    count = phase.steps or phase.epochs
-    assert isinstance(count, int)  # as `Repeat` has seen
+    count: Any = phase.steps or phase.epochs
     return count
 
 

@@ -439,13 +439,7 @@ class Mixed:
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""
         entry, ids = server[name], uplink["ids"]
-        among = self.weights(server, ids, uplink)
-        if among.shape != (len(ids), len(ids)):
-            raise ValueError(
-                f"weights must give [{len(ids)}, {len(ids)}] numbers for a cohort of {len(ids)} "
-                f"clients, got {list(among.shape)}"
-            )
-        among = among.double()
+        among = self.weights(server, ids, uplink).double()
         mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
         each = entry["each"].index_copy(0, ids, mixed.to(entry["each"]))
         mean = torch.empty(each[0].numel(), dtype=torch.float64, device=each.device)

@@ -27,7 +27,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
-from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
+from bayesfl.posteriors.linearised import Link, kappa, predictive
 from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.pooled import PooledCurvature, Structure, last_layer
 from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select
@@ -113,7 +113,6 @@ class LinearisedLaplace:
 
     def __post_init__(self) -> None:
         check_rule(self.selection)
-        refuse_idle_centre(self.link, centre=self.centre)
 
     def __repr__(self) -> str:
         return _of_rows(self, "each client's own")
@@ -200,11 +199,10 @@ class LinearisedLaplace:
 
         return _Linearised(self, algorithm, view, inverses)
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see
         `StoredPredictor`.
         """
-        assert isinstance(fitted, _Linearised)
         (inverse,) = fitted.inverses((value,))
         covariance = (
             inverse
@@ -237,9 +235,17 @@ class LinearisedLaplace:
             yield chosen, precisions if alike else [one]
 
 
+class _Untuned:
+    """Declare that a predictor tunes no number, and reads nothing but the parts."""
+
+    tunes = ""
+    grid = ()
+    reads = ()
+
+
 @dataclass(frozen=True)
 @declared
-class LinearisedBelief:
+class LinearisedBelief(_Untuned):
     """Predict from the Gaussians that blocks already hold, with the network linearised around their
     means.
 
@@ -256,9 +262,6 @@ class LinearisedBelief:
         link: As in `LinearisedLaplace`.
         centre: As in `LinearisedLaplace`.
 
-    Raises:
-        ValueError: `link` is not `per_class` and `centre` is False.
-
     References:
         Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
         linearization", AISTATS 2021.
@@ -274,13 +277,7 @@ class LinearisedBelief:
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     precision = None
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = False
-
-    def __post_init__(self) -> None:
-        refuse_idle_centre(self.link, centre=self.centre)
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -333,7 +330,7 @@ class LinearisedBelief:
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
         return _Linearised(self, algorithm, view, lambda _: [covariance])
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
         return {}
 
@@ -344,7 +341,7 @@ class LinearisedBelief:
 
 @dataclass(frozen=True)
 @declared(idle={("structure", "last_layer"): ("pattern",)})
-class PooledLaplace:
+class PooledLaplace(_Untuned):
     """Predict from the Laplace approximation of the server's model on the training rows of *all*
     clients, with the linearised network.
 
@@ -379,9 +376,6 @@ class PooledLaplace:
     pattern: Pattern = "*"
     link: ClassVar[Link] = "contrasts"
     centre = True
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = False
 
     def __repr__(self) -> str:
@@ -432,9 +426,8 @@ class PooledLaplace:
             return lambda x, **_: _at_mean(algorithm, view, x)
         return self.restored(algorithm, view, given[POOLED])
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the survey's state, see `StoredPredictor`."""
-        assert isinstance(fitted, _Linearised)
         for name, t in fitted.state.items():
             if t.nbytes > limit:
                 raise MemoryError(f"its {name} takes {t.nbytes} bytes, more than {limit}")
@@ -460,7 +453,7 @@ class PooledLaplace:
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(_Untuned):
     """Predict with a head of each client's own, a Gaussian of all the weights of the block
     `own_head`, which is the network's last layer; `bf.with_heads` makes methods that have it.
 
@@ -477,9 +470,6 @@ class Heads:
     link: ClassVar[Link] = "contrasts"
     centre = True
     precision = None
-    tunes = ""
-    grid = ()
-    reads = ()
     needs_data = True
 
     def check(self, algorithm: "Algorithm") -> None:
@@ -533,11 +523,10 @@ class Heads:
             features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
         return Rows(features.cpu(), y.cpu())
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return how much of the Gaussian's width counts, see `StoredPredictor`; the Gaussian
         itself is in the predictor's view.
         """
-        assert isinstance(fitted, _Linearised)
         return fitted.state
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
@@ -666,11 +655,10 @@ class Mixture:
 
         return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
 
-    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors of `each` for every copy, named by its number, see
         `StoredPredictor`.
         """
-        assert isinstance(fitted, _Mixed)
         if self.each is None:
             return {}
         return {

@@ -66,8 +66,6 @@ def with_server_optimiser(
 
     def start(blocks: Server, clients: int) -> Server:
         now, own = entries(blocks), algorithm.server(blocks, clients)
-        if OPTIMISER_STATE in own:
-            raise ValueError("the method has an optimiser on the server already; give it one")
         common, addressed = algorithm.to_one({**blocks, **own})
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,61 +13,13 @@ from bayesfl.base.layout import Layout
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature import layers
-from bayesfl.curvature.jacobians import PulledRows, Rows
+from bayesfl.curvature.jacobians import PulledRows
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.models.altered import altered
 from bayesfl.models.copies import duplicate
 from bayesfl.models.weights import call_at
 
 Name = Literal["auto", "layers", "func", "backpack"]
-
-
-class Backend(Protocol):
-    """The interface of a backend, which linearises a model at its parameters; inputs `x` are one
-    tensor, and for `func` any.
-    """
-
-    name: str
-
-    def floats(self, x: Any) -> tuple[int, int, int]:
-        """Return how many numbers one example of `x` needs in memory, for itself and for each
-        cotangent, and its number O of outputs.
-        """
-        ...
-
-    def linearise(self, x: Any, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
-        """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c =
-        `cotangents(outputs)` [N, Q, O].
-        """
-        ...
-
-
-@declared
-def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
-    """Return the backend of that name for a module, which is read and not changed.
-
-    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU
-    `backpack` where BackPACK supports every layer. BackPACK may miss operations in a `forward` that
-    are not layers: compare it with `func` before use, as `Curvature` does.
-
-    Raises:
-        ValueError: The backend of that name does not support the model.
-    """
-    missing: list[str] = []
-    if backend in ("auto", "layers"):
-        missing = layers.unsupported(module)
-        if not missing:
-            return layers.Layers(module, layout)
-    if backend == "backpack" or (backend == "auto" and _on_a_gpu(module)):
-        missing = backpack_unsupported(module)
-        if not missing:
-            try:
-                return BackPack(module, layout)
-            except Exception as error:  # which its converter raises on an unknown `forward`
-                missing = [f"this {type(module).__name__} ({error_in_words(error)})"]
-    if backend in ("layers", "backpack"):
-        raise refusal(backend, ", ".join(missing))
-    return Func(module, layout)
 
 
 def _on_a_gpu(module: nn.Module) -> bool:
@@ -109,7 +61,8 @@ class Func:
 
     @torch.no_grad()
     def floats(self, x: Inputs) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`; a cotangent is all that it
+        """Return how many numbers one example of `x` needs in memory, for itself and for each
+        cotangent, and its number O of outputs; a cotangent is all that it
         needs itself, as rows are pulled back in blocks.
         """
         one = at(x, slice(1))
@@ -120,7 +73,9 @@ class Func:
     def linearise(
         self, x: Inputs, cotangents: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, PulledRows]:
-        """Compute outputs and rows, see `Backend`."""
+        """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c =
+        `cotangents(outputs)` [N, Q, O].
+        """
         outputs = call_at(self._module, {}, x)  # which waits for other threads
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
@@ -192,7 +147,7 @@ class BackPack:
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`: the outputs of all layers, for
+        """Return the numbers that one example needs, see `Func`: the outputs of all layers, for
         each output.
         """
         passed: list[int] = []
@@ -209,7 +164,7 @@ class BackPack:
     def linearise(
         self, x: Tensor, cotangents: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, PulledRows]:
-        """Compute outputs and rows, see `Backend`."""
+        """Compute outputs and rows, see `Func`."""
         with torch.no_grad():
             outputs = self._module(x)
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
@@ -300,3 +255,35 @@ def backpack_unsupported(module: nn.Module) -> list[str]:
         elif getattr(layer, "padding_mode", "zeros") != "zeros":  # its rules pad with zeros
             out.append(f"{type(layer).__name__} {name!r} with padding_mode={layer.padding_mode!r}")
     return out + altered(module)
+
+
+Backend: TypeAlias = layers.Layers | Func | BackPack
+"""What linearises a model at its parameters; inputs `x` are one tensor, and for `func` any."""
+
+
+@declared
+def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
+    """Return the backend of that name for a module, which is read and not changed.
+
+    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU
+    `backpack` where BackPACK supports every layer. BackPACK may miss operations in a `forward` that
+    are not layers: compare it with `func` before use, as `Curvature` does.
+
+    Raises:
+        ValueError: The backend of that name does not support the model.
+    """
+    missing: list[str] = []
+    if backend in ("auto", "layers"):
+        missing = layers.unsupported(module)
+        if not missing:
+            return layers.Layers(module, layout)
+    if backend == "backpack" or (backend == "auto" and _on_a_gpu(module)):
+        missing = backpack_unsupported(module)
+        if not missing:
+            try:
+                return BackPack(module, layout)
+            except Exception as error:  # which its converter raises on an unknown `forward`
+                missing = [f"this {type(module).__name__} ({error_in_words(error)})"]
+    if backend in ("layers", "backpack"):
+        raise refusal(backend, ", ".join(missing))
+    return Func(module, layout)

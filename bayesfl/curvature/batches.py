@@ -30,7 +30,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from bayesfl.base.inputs import Inputs, count, each, named
+from bayesfl.base.inputs import Inputs, count, each
 
 Data: TypeAlias = Tensor | Mapping[str, Any] | Iterable[Any]
 """Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples
@@ -38,7 +38,7 @@ that begin with inputs.
 """
 
 
-def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
+def batches(x: Data, like: Tensor) -> Iterator[Any]:
     """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:
@@ -63,8 +63,6 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
     """
     one = one_batch(x)
     own = y is None
-    if own and (isinstance(x, Tensor) or (isinstance(x, Mapping) and "y" not in x)):
-        raise ValueError("labels or targets y are missing: pass them beside the inputs x")
     if not own and (not one or (isinstance(x, Mapping) and "y" in x)):
         raise ValueError(
             f"y is given beside x, a {type(x).__name__}, which is read as batches (x, y) with "
@@ -137,25 +135,12 @@ def one_batch(x: Data) -> bool:
 
 
 def of_batch(batch: Any) -> Inputs:
-    """Return a batch's inputs.
-
-    Raises:
-        TypeError: The inputs hold something else than tensors.
-        ValueError: Their tensors have different numbers of rows.
-    """
+    """Return a batch's inputs."""
     if isinstance(batch, Mapping):
         batch = batch["x"]
     elif isinstance(batch, tuple | list):
         batch = batch[0]
-    inputs = _tensors(batch)
-    (first, rows), *rest = ((name, len(t)) for name, t in named(inputs))
-    for name, other in rest:
-        if other != rows:
-            raise ValueError(
-                f"{name} has {other} rows and {first} has {rows}; every tensor of a batch has a "
-                "row for each example"
-            )
-    return inputs
+    return _tensors(batch)
 
 
 def _tensors(x: Any) -> Inputs:
@@ -195,15 +180,4 @@ def require(needed: int, limit: int, what: str, remedy: str) -> None:
         MemoryError: `needed` exceeds `limit`; raised before any memory is taken.
     """
     if needed > limit:
-        raise MemoryError(
-            f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}"
-        )
-
-
-def _human(count: int) -> str:
-    value, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit} ({count} bytes)" if unit != "bytes" else f"{count} bytes"
+        raise MemoryError(f"{what} needs {needed:,} bytes and {limit:,} may be used; {remedy}")

@@ -90,25 +90,10 @@ class Covariance:
 
     @classmethod
     def restored(cls, curvature: Curvature, tensors: Tensors) -> "Covariance":
-        """Return the covariance with these `tensors`, for the same model at the same weights.
-
-        Raises:
-            ValueError: They do not fit each other or the model.
-        """
+        """Return the covariance with these `tensors`, for the same model at the same weights."""
         found = {name: t.to(curvature.device) for name, t in tensors.items()}
         variance, root, curved = (found[name] for name in ("variance", "root", "curved"))
         indices = found.get("indices")
-        size = curvature.size if indices is None else len(curvature.check_indices(indices))
-        if (
-            variance.shape != (size,)
-            or curved.shape != (size,)
-            or root.dim() != 2
-            or len(root) != int(curved.sum())
-        ):
-            raise ValueError(
-                f"the covariance is of {size} weights, but has variances {list(variance.shape)}, a "
-                f"factor {list(root.shape)} and {int(curved.sum())} curved weights"
-            )
         return cls(curvature, variance, root, int(found["sign"]), curved, indices)
 
     def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:

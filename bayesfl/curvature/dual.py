@@ -101,11 +101,6 @@ class Inverse:
         """Return the number of selected weights, P."""
         return len(self.variance)
 
-    @property
-    def uncurved_share(self) -> float:
-        """Return the share of the selected weights that have no curvature."""
-        return self.uncurved / self.size
-
     def log_det(self) -> Tensor:
         """Compute the log determinant of the posterior precision H_S, in nats."""
         return 2 * self.chol.diagonal().log().sum() - self.variance.log().sum()
@@ -297,7 +292,7 @@ def invert(
     if diagonal is None:
         diagonal = curvature.diagonal(x, weight=weight)
     else:
-        diagonal = curvature.vector(diagonal, "diagonal")
+        diagonal = curvature.vector(diagonal)
         curvature.check_finite(diagonal, torch.arange(len(diagonal), device=curvature.device))
     if indices is not None:
         indices = curvature.check_indices(indices)

@@ -11,6 +11,7 @@ left out.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -329,14 +330,13 @@ class Outer(Factor):
         """Compute sum_h g[q, h] g[p, h] (sum_i weight[h, i] x[i]^2), see `Factor`."""
         return (self._g * (self._x.square() @ self._grid(weight).T).unsqueeze(1)) @ self._g.mT
 
-    def gram(self, other: Factor, weight: Tensor) -> Tensor:
+    def gram(self, other: Any, weight: Tensor) -> Tensor:
         """Compute sum_h g[n, q, h] g[m, p, h] k_h[n, m] with k_h = sum_i weight[h, i] x[n, i] x[m,
         i], see `Factor`.
 
         With equal weights k is the same for all units, and the result is the entrywise product of
         two Gram matrices.
         """
-        assert isinstance(other, Outer)
         grid = self._grid(weight)
         if (grid == grid[0, 0]).all():
             out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(

@@ -254,7 +254,7 @@ class Curvature:
             ValueError: An index is out of range or given twice.
             MemoryError: The result needs more bytes than may be used.
         """
-        weight = self.vector(weight, "weight")
+        weight = self.vector(weight)
         weight = weight[self.check_indices(indices)] if indices is not None else weight
         mine = self._all(x, indices)
         theirs = mine if other is None else self._all(other, indices)
@@ -364,20 +364,10 @@ class Curvature:
         are none.
 
         Raises:
-            ValueError: There are no data, or `weight` is not [N] with a finite number >= 0 for each
-                example.
+            ValueError: There are no data, or `weight` is not one number for each example.
         """
         if weight is not None:
             weight = weight.to(self.device, torch.float64)
-            if weight.dim() != 1 or not bool(((weight >= 0) & weight.isfinite()).all()):
-                found = (
-                    f"shape {tuple(weight.shape)}"
-                    if weight.dim() != 1
-                    else f"{float(weight[~(weight >= 0) | weight.isinf()][0]):g}"
-                )
-                raise ValueError(
-                    f"weight must be a finite number >= 0 for each example, [N], got {found}"
-                )
         start = 0
         for batch in self.batches(x, extra=extra):
             share = None if weight is None else weight[start : start + count(batch)]
@@ -413,8 +403,7 @@ class Curvature:
 
     def _compare(self, x: Tensor) -> None:
         """Compare BackPACK with torch.func, see `prove`."""
-        backpack = self.engine
-        assert isinstance(backpack, BackPack)
+        backpack: Any = self.engine
         func = Func(self.module, self.layout)
         two = x[:2]
         self.engine = func
@@ -458,7 +447,7 @@ class Curvature:
 
     def linearise(
         self,
-        x: Inputs,
+        x: Any,
         directions: Callable[[int], Tensor] | None = None,
         *,
         weight: Tensor | None = None,
@@ -495,21 +484,9 @@ class Curvature:
         parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
         return parts[0].join(parts[1:])
 
-    def vector(self, value: float | Tensor, name: str = "precision") -> Tensor:
-        """Expand one number, or one for each weight, to [D] in float64; `name` is the argument's,
-        for messages.
-
-        Raises:
-            ValueError: `value` has another shape.
-        """
-        vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        vector = vector.expand(self.size) if vector.dim() == 0 else vector
-        if vector.shape != (self.size,):
-            raise ValueError(
-                f"{name}: one number or one for each of the {self.size} weights is needed, got "
-                f"shape {tuple(vector.shape)}"
-            )
-        return vector
+    def vector(self, value: float | Tensor) -> Tensor:
+        """Expand one number, or one for each weight, to [D] in float64."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device).expand(self.size)
 
     def check_indices(self, indices: Tensor) -> Tensor:
         """Check indices and return them on the model's device.

@@ -8,7 +8,7 @@ at a time, whenever they are read.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,60 +17,9 @@ from bayesfl.base.inputs import Inputs, at, join
 from bayesfl.curvature.factors import BLOCK, Factor, Matrix
 
 
-class Rows(Protocol):
-    """The interface of N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c
-    [N, Q, O]. Sums are in float64.
-    """
-
-    examples: int
-    cotangents: int
-    size: int
-
-    def restrict(self, indices: Tensor) -> "Rows":
-        """Return the columns `indices` [K], in that order."""
-        ...
-
-    def take(self, examples: Tensor) -> "Rows":
-        """Return the rows of the examples with these indices."""
-        ...
-
-    def join(self, others: "Sequence[Rows]") -> "Rows":
-        """Return these rows and those of further examples, over the same weights."""
-        ...
-
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Compute each weight's sum of squares over all rows, [size]."""
-        ...
-
-    def gram(self, other: "Rows", weight: Tensor) -> Tensor:
-        """Compute the products of these rows with another's over the same weights, weighted by
-        `weight` [size]: [N Q, M P].
-        """
-        ...
-
-    def within(self, weight: Tensor) -> Tensor:
-        """Compute the same products among the rows of each example, [N, Q, Q]."""
-        ...
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Compute J v for `vectors` v [size, K]: [N Q, K]."""
-        ...
-
-    def back(self, vectors: Tensor) -> Tensor:
-        """Compute J' v for `vectors` v [N Q, K]: [size, K]."""
-        ...
-
-    def solved(self, chol: Tensor) -> Tensor:
-        """Compute the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
-        ...
-
-
 class FactorRows:
-    """Rows held layer by layer, as a sum over factors, see `Rows`.
+    """Rows held layer by layer, as a sum over factors: row (n, q) is c[n, q]' J[n], for cotangents
+    c [N, Q, O]. Sums are in float64.
 
     Args:
         factors: One factor for each layer that has any of the weights.
@@ -92,7 +41,7 @@ class FactorRows:
         return _sum(parts) if parts else self._zeros(*shape)
 
     def restrict(self, indices: Tensor) -> "FactorRows":
-        """Return some of the columns, see `Rows`."""
+        """Return the columns `indices` [K], in that order."""
         lookup = torch.full((self.size,), -1, device=indices.device)
         lookup[indices] = torch.arange(len(indices), device=indices.device)
         kept = [
@@ -101,15 +50,15 @@ class FactorRows:
         return FactorRows(kept, (self.examples, self.cotangents, len(indices)), self._like)
 
     def take(self, examples: Tensor) -> "FactorRows":
-        """Return the rows of some examples, see `Rows`."""
+        """Return the rows of the examples with these indices."""
         return FactorRows(
             [f.take(examples) for f in self.factors],
             (len(examples), self.cotangents, self.size),
             self._like,
         )
 
-    def join(self, others: Sequence[Rows]) -> "FactorRows":
-        """Return the rows of further examples too, see `Rows`."""
+    def join(self, others: "Sequence[Rows]") -> "FactorRows":
+        """Return these rows and those of further examples, over the same weights."""
         rows = [r for r in others if isinstance(r, FactorRows)]
         return FactorRows(
             [
@@ -121,22 +70,23 @@ class FactorRows:
         )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows themselves, see `Rows`."""
+        """Return the rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
         out = self._zeros(self.examples, self.cotangents, self.size).to(dtype or torch.float64)
         for factor in self.factors:
             factor.columns_into(out)
         return out
 
     def squares(self) -> Tensor:
-        """Compute each weight's sum of squares, see `Rows`."""
+        """Compute each weight's sum of squares over all rows, [size]."""
         out = self._zeros(self.size)
         for factor in self.factors:
             factor.squares_into(out)
         return out
 
-    def gram(self, other: Rows, weight: Tensor) -> Tensor:
-        """Compute products of rows, see `Rows`."""
-        assert isinstance(other, FactorRows)
+    def gram(self, other: Any, weight: Tensor) -> Tensor:
+        """Compute the products of these rows with another's over the same weights, weighted by
+        `weight` [size]: [N Q, M P].
+        """
         return self._added(
             [
                 mine.gram(theirs, weight)
@@ -147,7 +97,7 @@ class FactorRows:
         )
 
     def within(self, weight: Tensor) -> Tensor:
-        """Compute products of rows of the same example, see `Rows`."""
+        """Compute the same products among the rows of each example, [N, Q, Q]."""
         return self._added(
             [factor.within(weight) for factor in self.factors],
             self.examples,
@@ -156,7 +106,7 @@ class FactorRows:
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Compute J v, see `Rows`."""
+        """Compute J v for `vectors` v [size, K]: [N Q, K]."""
         return self._added(
             [factor.forward(vectors) for factor in self.factors],
             self.examples * self.cotangents,
@@ -164,18 +114,14 @@ class FactorRows:
         )
 
     def back(self, vectors: Tensor) -> Tensor:
-        """Compute J' v, see `Rows`."""
+        """Compute J' v for `vectors` v [N Q, K]: [size, K]."""
         out = self._zeros(self.size, vectors.shape[1])
         for factor in self.factors:
             factor.back_into(vectors, out)
         return out
 
     def solved(self, chol: Tensor) -> Tensor:
-        """Compute the diagonal of J' (L L')^-1 J, see `Rows`.
-
-        It solves for all columns, or uses the inverse, which itself costs about as many solves as
-        its order, whichever is cheaper.
-        """
+        """Compute the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
         out = self._zeros(self.size)
         if sum(f.columns for f in self.factors) <= len(chol) + sum(f.cost for f in self.factors):
             for factor in self.factors:
@@ -196,7 +142,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 class PulledRows:
     """Rows over all weights that are pulled back through the network whenever they are read, a few
-    examples at a time, see `Rows`.
+    examples at a time, see `FactorRows`.
 
     Restricted to some of the weights, the rows are formed and kept.
 
@@ -221,7 +167,7 @@ class PulledRows:
             yield some, self._pull(at(self._x, some), self._with[some])
 
     def restrict(self, indices: Tensor) -> FactorRows:
-        """Return some of the columns, see `Rows`."""
+        """Return some of the columns, see `FactorRows`."""
         shape = (self.examples, self.cotangents, len(indices))
         if not len(indices):
             return FactorRows([], shape, indices)
@@ -231,27 +177,26 @@ class PulledRows:
         )
 
     def take(self, examples: Tensor) -> "PulledRows":
-        """Return the rows of some examples, see `Rows`."""
+        """Return the rows of some examples, see `FactorRows`."""
         return PulledRows(self._pull, at(self._x, examples), self._with[examples], self.size)
 
-    def join(self, others: Sequence[Rows]) -> "PulledRows":
-        """Return the rows of further examples too, see `Rows`."""
+    def join(self, others: "Sequence[Rows]") -> "PulledRows":
+        """Return the rows of further examples too, see `FactorRows`."""
         rows = [self, *(r for r in others if isinstance(r, PulledRows))]
         return PulledRows(
             self._pull, join([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size
         )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows themselves, see `Rows`."""
+        """Return the rows themselves, see `FactorRows`."""
         return torch.cat([rows.to(dtype or torch.float64) for _, rows in self._blocks()])
 
     def squares(self) -> Tensor:
-        """Compute each weight's sum of squares, see `Rows`."""
+        """Compute each weight's sum of squares, see `FactorRows`."""
         return _sum(rows.double().square().sum((0, 1)) for _, rows in self._blocks())
 
-    def gram(self, other: Rows, weight: Tensor) -> Tensor:
-        """Compute products of rows, see `Rows`."""
-        assert isinstance(other, PulledRows)
+    def gram(self, other: Any, weight: Tensor) -> Tensor:
+        """Compute products of rows, see `FactorRows`."""
         out = weight.new_zeros(self.examples, self.cotangents, other.examples, other.cotangents)
         for mine, left in self._blocks():
             left = left.flatten(0, 1).double() * weight
@@ -262,17 +207,17 @@ class PulledRows:
         return out.flatten(2).flatten(0, 1)
 
     def within(self, weight: Tensor) -> Tensor:
-        """Compute products of rows of the same example, see `Rows`."""
+        """Compute products of rows of the same example, see `FactorRows`."""
         return torch.cat(
             [(rows.double() * weight) @ rows.double().mT for _, rows in self._blocks()]
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Compute J v, see `Rows`."""
+        """Compute J v, see `FactorRows`."""
         return torch.cat([rows.flatten(0, 1).double() @ vectors for _, rows in self._blocks()])
 
     def back(self, vectors: Tensor) -> Tensor:
-        """Compute J' v, see `Rows`."""
+        """Compute J' v, see `FactorRows`."""
         split = vectors.view(self.examples, self.cotangents, -1)
         return _sum(
             rows.flatten(0, 1).double().T @ split[some].flatten(0, 1)
@@ -280,7 +225,7 @@ class PulledRows:
         )
 
     def solved(self, chol: Tensor) -> Tensor:
-        """Compute the diagonal of J' (L L')^-1 J, see `Rows`: the sums of squares of L^-1 J,
+        """Compute the diagonal of J' (L L')^-1 J, see `FactorRows`: the sums of squares of L^-1 J,
         computed by `back` a few rows at a time.
         """
         out = chol.new_zeros(self.size)
@@ -289,3 +234,6 @@ class PulledRows:
         for some in inverse.split(max(1, BLOCK // (8 * self.size))):
             out += self.back(some.T).square().sum(1)
         return out
+
+
+Rows: TypeAlias = FactorRows | PulledRows

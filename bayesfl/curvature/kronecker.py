@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, count, structure
+from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.numerics import apart
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, require
@@ -100,17 +100,15 @@ class Kronecker:
     indices = None
 
     def __repr__(self) -> str:
-        return f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: {self.reason})"
+        return (
+            f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: "
+            f"{len(self.bases)} layers, each a product of two factors)"
+        )
 
     @property
     def backend(self) -> str:
         """Return the name of the backend that is used for predictions."""
         return self.curvature.backend
-
-    @property
-    def reason(self) -> str:
-        """Return why this form is used, as text."""
-        return f"{len(self.bases)} layers, each a product of two factors"
 
     @property
     def order(self) -> int:
@@ -121,11 +119,6 @@ class Kronecker:
     def size(self) -> int:
         """Return the number of weights, D."""
         return len(self.precision)
-
-    @property
-    def uncurved_share(self) -> float:
-        """Return the share of the weights that have no curvature."""
-        return self.uncurved / self.size
 
     @property
     def _variance(self) -> Tensor:
@@ -209,7 +202,6 @@ class Kronecker:
         """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
         if not isinstance(rows, FactorRows):  # pulled back once for all layers
             rows = rows.restrict(torch.arange(self.size, device=self.precision.device))
-        assert isinstance(rows, FactorRows)
         out = self.precision.new_zeros(rows.examples, rows.cotangents, rows.cotangents)
         every = self._variance
         for basis in self.bases:
@@ -440,7 +432,7 @@ def _factors(
 
 
 def _by_curvlinops(
-    likelihood: Likelihood, module: nn.Module, names: list[str], x: Inputs
+    likelihood: Likelihood, module: nn.Module, names: list[str], x: Any
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield B [H, H] and A [I, I] of each layer, both summed over a piece of the examples `x`.
 
@@ -452,10 +444,6 @@ def _by_curvlinops(
         raise ValueError(
             "structure 'kfac' knows no factors of Poisson's for layers below the last; "
             f"pattern='head.*' takes the last layer, {_OTHERS}"
-        )
-    if not isinstance(x, Tensor):
-        raise ValueError(
-            f"structure 'kfac' takes inputs of one tensor, got {structure(x)}; {_OTHERS}"
         )
     step, outputs = _pieces(module, names, x[:1])
     scale = 1.0

@@ -110,7 +110,7 @@ class Layers:
                 )
 
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`."""
+        """Return the numbers that one example needs, see `Func`."""
         passed = self._forward(x[:1])
         total = sum(t.numel() for t in passed)
         return x[0].numel() + total, total, passed[-1].shape[-1]
@@ -128,7 +128,7 @@ class Layers:
     def linearise(
         self, x: Tensor, cotangents: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, FactorRows]:
-        """Compute outputs and rows, see `Backend`."""
+        """Compute outputs and rows, see `Func`."""
         passed = [x, *self._forward(x)]
         outputs = passed[-1]
         g = cotangents(outputs)

@@ -117,12 +117,7 @@ def _form(x: Inputs) -> dict[str, tuple[str, list[int]]]:
 def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
     """Say whether two trees hold the same numbers, floats to within a share of the largest."""
     mine, theirs = dict(named(one)), dict(named(other))
-    return mine.keys() == theirs.keys() and all(
-        _near_tensors(t, theirs[name], rounding) for name, t in mine.items()
+    return _form(one) == _form(other) and all(
+        not apart(theirs[name], t, rounding) if t.is_floating_point() else same(t, theirs[name])
+        for name, t in mine.items()
     )
-
-
-def _near_tensors(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
-    if a.dtype != b.dtype or not a.is_floating_point():
-        return a.dtype == b.dtype and same(a, b)
-    return not apart(b, a, rounding)

@@ -1,6 +1,4 @@
-"""What users hand over, arrays, tensors, frames and nested lists, as tensors; one input of a
-network or several.
-"""
+"""Conversion of arrays, frames and nested lists to tensors: one input of a network or several."""
 
 import mmap
 import os
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from bayesfl.base.inputs import WIDE, Inputs, named
 from bayesfl.base.warning import warn
@@ -29,7 +26,6 @@ def to_tensor(values: Any, name: str) -> Tensor:
 
     Raises:
         ValueError: `values` are no numbers, or are of several shapes.
-        TypeError: `values` are None or a torch data set.
     """
     tensor = _tensor(values, name)
     return tensor.float() if tensor.is_floating_point() else tensor.long()
@@ -51,7 +47,6 @@ def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
     Raises:
         ValueError: An array holds no numbers, arrays have different numbers of rows, or a tuple or
             a mapping is empty.
-        TypeError: An array is None or a torch data set.
     """
     made = _tree(values, name, whose)
     (first, one), *others = named(made, name)
@@ -98,16 +93,6 @@ def _warn_of_rounding(values: Tensor, name: str) -> None:
 
 def _tensor(values: Any, name: str) -> Tensor:
     """Make a tensor of any real numbers in their own type; it may share memory with `values`."""
-    if values is None or isinstance(values, Dataset | DataLoader):
-        raise TypeError(
-            f"{name} must be an array, a tensor or nested lists of numbers, got {kind_of(values)}; "
-            "torch data sets go to from_datasets, one per client"
-        )
-    if isinstance(values, Tensor) and values.is_complex():
-        raise ValueError(
-            f"{name} must be real numbers, got {values.dtype}; pass real and imaginary parts as "
-            "columns of their own"
-        )
     return values.detach().cpu() if isinstance(values, Tensor) else _of_array(values, name)
 
 
@@ -148,24 +133,3 @@ def _in_file(array: Any) -> bool:
     while isinstance(array, np.ndarray):
         array = array.base
     return isinstance(array.obj if isinstance(array, memoryview) else array, mmap.mmap)
-
-
-def kind_of(value: object) -> str:
-    """Describe a value's type for an error message."""
-    name = "None" if value is None else type(value).__name__
-    return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name
-
-
-def as_list(values: Any, name: str, of: str) -> list[Any]:
-    """Return a list with one thing per client.
-
-    Raises:
-        TypeError: `values` is a torch data set, a mapping, or nothing that can be iterated.
-    """
-    if isinstance(values, Dataset | DataLoader | Mapping):
-        raise TypeError(
-            f"{name} must be a list with one {of} per client, got one {kind_of(values)}: a mapping "
-            "of all clients' arrays needs client_ids, one per row, and a list of torch data sets "
-            "goes to from_datasets"
-        )
-    return list(values)

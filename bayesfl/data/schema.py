@@ -1,5 +1,5 @@
-"""What the rows of a federation look like: what a model is trained on, and what new rows, labels
-and other data must therefore be.
+"""Schema of a federation's rows: their shapes, dtypes and names at training, to which new rows,
+labels and other data must therefore keep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,9 +126,10 @@ class Schema:
 
         Raises:
             TypeError: Something is no array.
-            ValueError: `x` has other columns or holds other tensors, of another kind of numbers or
-                another shape, different numbers of rows or none, or numbers that are not finite; or
-                what the transform makes of it has another shape than `inputs`.
+            KeyError: `x` lacks an input.
+            ValueError: `x` has other columns, or tensors of another kind of numbers or another
+                shape, different numbers of rows or none, or numbers that are not finite; or what
+                the transform makes of it has another shape than `inputs`.
 
         Warns:
             UserWarning: Rows of a frame are unlike the training rows.
@@ -143,13 +144,7 @@ class Schema:
                 f"{list(self.columns or ())[:20]}; select these, in this order"
             )
         found = dict(named(to_inputs(x, "x")))
-        if found.keys() != self.tensors.keys():
-            raise ValueError(
-                f"x must hold the inputs that the model was trained on, {list(self.tensors)}, got "
-                f"{list(found)}"
-            )
-        rows = unnamed({name: self._fit(name, found[name]) for name in self.tensors})
-        assert rows is not None
+        rows: Any = unnamed({name: self._fit(name, found[name]) for name in self.tensors})
         index = torch.arange(count(rows), device=device)
         options: dict[str, Any] = {"transform": self.transform, "dtype": dtype}
         split = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options)

@@ -90,11 +90,6 @@ class Source:
     def __post_init__(self) -> None:
         if self.class_names is not None:
             object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
-        if len(self.x) != len(self.y) or not 0 < self.train <= len(self.x):
-            raise ValueError(
-                f"x and y must have as many rows, train of them for training; got {len(self.x)}, "
-                f"{len(self.y)} and {self.train}"
-            )
         if self.task == "classification":
             wrong = ((self.y < 0) | (self.y >= self.outputs)).nonzero()
             if len(wrong):

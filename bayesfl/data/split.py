@@ -123,11 +123,6 @@ class ClientData:
                     f"{name} and y must have as many rows, got "
                     f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
                 )
-        if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
-            raise ValueError(
-                "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
-                f"got {y.dtype} of shape {list(y.shape)}"
-            )
         if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
             raise ValueError(
                 f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "

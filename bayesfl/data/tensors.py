@@ -30,7 +30,6 @@ def digest_of_array(tensor: Tensor) -> str:
         if not tensor.is_floating_point() and tensor.dtype != torch.int64:
             digest.update(str(tensor.dtype).encode())
         for rows in pieces(tensor.detach(), _PIECE):
-            assert isinstance(rows, Tensor)  # as `tensor` is
             numbers = (
                 (rows.float() if rows.is_floating_point() else rows).cpu().contiguous().numpy()
             )

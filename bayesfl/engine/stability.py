@@ -18,7 +18,7 @@ References:
     of the heavy ball.
 """
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,7 @@ def if_unstable(
     """
     (name,) = phase.blocks
     scale, weight = phase.energy.scales(view["n"])
-    prior = algorithm.blocks[name].prior
-    assert is_normal(prior)
+    prior: Any = algorithm.blocks[name].prior
     precision = float((weight / prior.variance(given, view)).max())
     try:
         curvature = float(scale * largest(algorithm, phase, given, view, batch))
@@ -132,8 +131,8 @@ def if_dead(
     """
     if not has_body(algorithm.model):
         return ""
-    features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
-    assert features is not None
+    leaves = algorithm.leaves(phase.energy.parts, view)
+    features: Any = algorithm.features(leaves, batch["x"])[0]
     flat = features[batch["weight"] > 0].flatten(1)
     if len(flat) < ENOUGH_EXAMPLES:
         return ""

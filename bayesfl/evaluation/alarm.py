@@ -87,7 +87,7 @@ class Alarm:
             of other kinds and other models.
 
     Raises:
-        ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
+        ValueError: `alpha` or `delta` is out of range, or the reference is not finite.
 
     Example:
         >>> from bayesfl.evaluation.alarm import Alarm
@@ -111,11 +111,6 @@ class Alarm:
         self.alpha, self.delta = alpha, delta
         self._address = {"seed": seed, "client": client, "round": round}
         self._sorted = np.sort(_scores("reference", reference))
-        if not len(self._sorted):
-            raise ValueError(
-                "reference is empty: an alarm compares new rows with the client's calibration "
-                "rows, of which it has none"
-            )
         self.of = of
         self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
         self._seen = np.empty((3, 0))  # p-value, uniform draw and evidence of each row
@@ -268,7 +263,7 @@ class Merged:
             client, in (0, 1).
 
     Raises:
-        ValueError: There is no client, or two have one name, or `delta` is out of range.
+        ValueError: `delta` is out of range.
     """
 
     @declared
@@ -277,8 +272,6 @@ class Merged:
     ) -> None:
         self.delta = delta
         self._last = dict.fromkeys(clients, 1.0)
-        if isinstance(clients, str) or not self._last or len(self._last) < len(clients):
-            raise ValueError(f"clients must be one name or more, each once, got {clients!r}")
         self.history: list[float] = []
 
     def __repr__(self) -> str:

@@ -433,8 +433,6 @@ def units(
         return Counting("label", tuple(data.class_names or map(str, range(data.outputs))), split)
     if groups is None:
         return Counting("client", tuple(data.client_names), split)
-    if by != "client":
-        raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
     groups = _by_column(data, groups) if isinstance(groups, str) else groups
     each = (
         [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)]
@@ -451,19 +449,12 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     Raises:
         ValueError: The data are no frame's, or have no such column, or one of numbers far apart.
     """
-    columns = data.prepared
-    if columns is None:
-        raise ValueError(
-            f"groups={name!r} names a column, and the data are not of from_frame: pass a function "
-            "of a client's inputs"
-        )
-
+    columns: Any = data.prepared
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
             f"the column {name!r} has numbers so far apart that small ones cannot be told from "
             "inputs, as codes beside 999999: pass groups as lists, one for each client"
         )
-
     return lambda x: columns.values(x, name)
 
 

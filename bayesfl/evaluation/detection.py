@@ -24,7 +24,7 @@ from torch import Tensor
 from bayesfl.base.numerics import levelled
 from bayesfl.base.options import Share, declared
 from bayesfl.evaluation import metrics
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, present
 
 # tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point
 # error
@@ -79,9 +79,6 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
         `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without
         draws.
 
-    Raises:
-        ValueError: The predictions are of regression.
-
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
@@ -89,12 +86,8 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
         >>> list(bf.detection.scores(predictions))
         ['doubt', 'entropy']
     """
-    if predictions.probs is None:
-        raise ValueError(
-            "doubt and entropy need class probabilities, and these predictions are of regression; "
-            "use their epistemic"
-        )
-    found = {"doubt": doubt(predictions.probs), "entropy": entropy(predictions.probs)}
+    probs = present(predictions.probs)
+    found = {"doubt": doubt(probs), "entropy": entropy(probs)}
     if bool(predictions.epistemic[predictions.mask].isnan().all()):
         return found
     return found | {"epistemic": predictions.epistemic.detach().cpu().double()}
@@ -440,11 +433,6 @@ def _each(
     )
     _check(inside=inside, inside_mask=inside_mask)
     _check(outside=outside, outside_mask=outside_mask)
-    if len(inside) != len(outside):
-        raise ValueError(
-            f"inside is of {len(inside)} clients and outside of {len(outside)}; each client scores "
-            "both its own and the others"
-        )
 
     def levelled_measure(own: Tensor, other: Tensor) -> Tensor:
         own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])

@@ -1,7 +1,7 @@
 """The history of a run: measurements, one row for each round."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,6 @@ CALIBRATED = "calibrated"
 """Prefix of columns that measure predictions of test data as steps of calibration change them,
 after a run over a network.
 """
-
-_MEANT = {
-    "test": "personal",
-    "val": "validation",
-    "valid": "validation",
-    "loss": "nll",
-    "acc": "accuracy",
-    "auc": "auroc",
-}
-"""What other libraries call the parts of a column's name."""
 
 
 class History:
@@ -93,18 +83,7 @@ class History:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
 
-    @overload
-    def __getitem__(self, column: str) -> np.ndarray: ...
-
-    @overload
-    def __getitem__(self, column: int | np.integer) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, column: slice) -> "History": ...
-
-    def __getitem__(
-        self, column: str | int | np.integer | slice
-    ) -> "np.ndarray | dict[str, Any] | History":
+    def __getitem__(self, column: str | int | np.integer | slice) -> Any:
         """Return one column [rounds], NaN for rounds without a value; the row at a place,
         `history[-1]` the last; or a history of a slice.
 
@@ -117,14 +96,9 @@ class History:
         if isinstance(column, int | np.integer):
             return self.rows[int(column)]
         if column not in self.columns:
-            meant = "_".join(_MEANT.get(word, word) for word in column.lower().split("_"))
-            measured = {name.split("_")[0] for name in self.columns} & {*PREFIXES.values()}
-            lacks = meant.startswith("validation_") and measured == {"personal"}
             raise KeyError(
                 f"no column {column!r}; the nearest of {len(self.columns)} are "
-                f"{nearest(meant, self.columns, 4)}, history.columns has all"
-                + "; make the data with validation=0.2, say, for a split to validate on"
-                * lacks
+                f"{nearest(column, self.columns, 4)}, history.columns has all"
             )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 

@@ -176,15 +176,10 @@ class Predictions:
         Predictions with one label for each example are returned as they are.
 
         Raises:
-            ValueError: The labels are not known, or the predictions are of one client alone.
+            ValueError: The labels are not known.
         """
         if self.probs is None or self.probs.dim() == self.mask.dim() + 1:
             return self
-        if self.labels is None or self.mask.dim() != 2:
-            raise ValueError(
-                "places() needs predictions of a split of all clients, as "
-                "result.predict(clients.test) gives"
-            )
         rows, clients, _ = by_place(*self.rows())
         return replace(padded(rows, clients), names=self.names)
 

@@ -126,15 +126,9 @@ def table(
     Returns:
         What `print` shows as text, the best marked `*`, and `to_markdown` and `to_latex` write, the
         best in bold. Methods whose means are printed alike share the mark of the best.
-
-    Raises:
-        ValueError: A column's key is in no row.
     """
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     specs = [Column(c) if isinstance(c, str) else c for c in (keys if columns is None else columns)]
-    unknown = [spec.key for spec in specs if spec.key not in keys]
-    if unknown and rows:
-        raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
     return Sheet(
         {
             corner: [" ".join(name.splitlines()) for name in rows],

@@ -1,4 +1,4 @@
-"""What surveys of predictions ask about: a client's own predictions, after training.
+"""A client's own predictions after training, about which surveys ask.
 
 A step of calibration is a survey (`bayesfl.base.surveys`) with `settle(state, local)`, the client's
 own parameters, which never leave it, and `apply`.
@@ -18,7 +18,7 @@ from bayesfl.base.targets import Task
 from bayesfl.curvature.batches import available_memory, require
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.measured import Measured
-from bayesfl.evaluation.predictions import Predictions, broken, by_place, measured, padded
+from bayesfl.evaluation.predictions import Predictions, broken, by_place, measured, padded, present
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LocalPredictions:
     seed: int = 0
     round: int = 0
     shared: Predictions | None = None
-    rows: np.ndarray | None = None
+    rows: Any = None
 
     @classmethod
     def of_one(
@@ -93,16 +93,8 @@ class LocalPredictions:
         finite.
 
         Probabilities below the smallest normal number of their type count as that number.
-
-        Raises:
-            ValueError: What is predicted has no classes.
         """
-        probs = self.predictions.probs
-        if probs is None:
-            raise ValueError(
-                "this step changes probabilities of classes, and the predictions are of numbers; "
-                "for regression, Conformal gives intervals"
-            )
+        probs = present(self.predictions.probs)
         return probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log().log_softmax(-1)
 
     @property
@@ -162,15 +154,7 @@ class LocalPredictions:
 
         Args:
             phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
-
-        Raises:
-            ValueError: The inputs of the rows are not known.
         """
-        if self.rows is None:
-            raise ValueError(
-                "a score with a random term draws by the rows' inputs, which these predictions do "
-                "not have; take score='lac'"
-            )
         keys = np.array(
             [
                 key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)

@@ -1,5 +1,5 @@
-"""What makes a module compute something else than its layers do one after another: hooks, replaced
-methods, shared parameters.
+"""Alterations by which a module computes something else than its layers do one after another:
+hooks, replaced methods, shared parameters.
 """
 
 from collections.abc import Iterator

@@ -67,8 +67,7 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
     ]
     new: dict[nn.Module, nn.Module] = {}
     for part, key in places:
-        norm = part._modules[key]
-        assert norm is not None
+        norm: Any = part._modules[key]
         part._modules[key] = new.setdefault(norm, _converted(norm, groups))
     return made
 

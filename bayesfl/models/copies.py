@@ -117,17 +117,16 @@ def anew(value: Value) -> Value:
     """Return a deep copy of a value, in which functions have their own copies of what they close
     over, as counters; of a value that holds what cannot be copied so, functions stay as they are.
     """
-    try:
-        return copy.deepcopy(
-            value,
-            _Twins(value, {}, lambda one: isinstance(one, CellType) or bool(_closed(one))),
+
+    def due(one: Any) -> bool:
+        return isinstance(one, CellType) or (
+            isinstance(one, FunctionType) and bool(one.__closure__)
         )
+
+    try:
+        return copy.deepcopy(value, _Twins(value, {}, due))
     except Exception:  # as of an open file
         return copy.deepcopy(value)
-
-
-def _closed(one: Any) -> Any:
-    return one.__closure__ if isinstance(one, FunctionType) else None
 
 
 def _own(module: nn.Module) -> dict[int, Any]:

@@ -66,12 +66,6 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
         >>> model.head
         Linear(in_features=3, out_features=2, bias=True)
     """
-    names = [name for name, _ in module.named_modules() if name]
-    if head not in names:
-        raise AttributeError(
-            f"head must be the name of the module's last submodule, got {head!r}; the last "
-            f"ones are {names[-10:]}"
-        )
     body = duplicate(module)
     last = body.get_submodule(head)
     if example is None and (after := _after(module, head)):

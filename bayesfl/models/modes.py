@@ -1,5 +1,5 @@
-"""What a module does in training and not in evaluation: norms that follow the statistics of
-batches, and random draws.
+"""Behaviour of a module in training alone: norms that follow the statistics of batches, and random
+draws.
 """
 
 import threading

@@ -27,17 +27,6 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(whole(name, one, least=1) for one in every)
 
 
-def _image(inputs: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Check the shape of an image, whose sides must be at least `smallest`."""
-    shape = sizes("inputs", inputs)
-    if len(shape) != 3 or min(shape[1:]) < smallest:
-        raise ValueError(
-            f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got "
-            f"{shape}; for others there is mlp"
-        )
-    return shape[0], shape[1], shape[2]
-
-
 @declared
 def mlp(
     inputs: int | Sequence[int],
@@ -111,7 +100,7 @@ def lenet(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the
@@ -121,7 +110,7 @@ def lenet(
         >>> bf.models.lenet((1, 28, 28), outputs=10)(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
-    depth, height, width = _image(inputs, 12)
+    depth, height, width = sizes("inputs", inputs)
     first, second = channels
     padding = 2 if min(height, width) < 32 else 0
     size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
@@ -164,7 +153,7 @@ def leaky_cnn(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
@@ -175,7 +164,7 @@ def leaky_cnn(
         >>> bf.models.leaky_cnn((3, 32, 32), outputs=10)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    depth, height, width = _image(inputs, 12)
+    depth, height, width = sizes("inputs", inputs)
     deep = depth > 1
     size = [((side - 4) // 2 - 2) // 2 // (2 if deep else 1) for side in (height, width)]
 
@@ -225,7 +214,7 @@ def cifar100_cnn(
         >>> bf.models.cifar100_cnn()(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 20])
     """
-    depth = _image(inputs, 1)[0]
+    depth = sizes("inputs", inputs)[0]
     widths = (32, 64, 128, 256, 100)
 
     def make() -> SplitModel:
@@ -293,7 +282,7 @@ def resnet18(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in
@@ -306,7 +295,7 @@ def resnet18(
         >>> model(torch.zeros(1, 3, 32, 32)).shape
         torch.Size([1, 10])
     """
-    depth = _image(inputs, 8)[0]
+    depth = sizes("inputs", inputs)[0]
 
     def make() -> SplitModel:
         layers: list[nn.Module] = [

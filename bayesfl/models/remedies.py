@@ -1,4 +1,4 @@
-"""What to do about an error that a model's forward raises."""
+"""Remedies for an error that a model's forward raises."""
 
 import contextlib
 import re
@@ -36,7 +36,7 @@ def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
         said = str(error)
         if not every and not (
             isinstance(error, IndexError | RuntimeError)
-            and (BEYOND.search(said) or (TYPES.search(said) and _has_whole(x)))
+            and (BEYOND.search(said) or (TYPES.search(said) and _whole(x)))
         ):
             raise
         raise ValueError(
@@ -44,8 +44,8 @@ def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
         ) from error
 
 
-def _has_whole(x: Inputs) -> bool:
-    return not all(t.is_floating_point() for _, t in named(x))
+def _whole(x: Inputs) -> list[tuple[str, Tensor]]:
+    return [(name, t) for name, t in named(x) if not t.is_floating_point()]
 
 
 def remedy(error: Exception, x: Inputs) -> str:
@@ -53,7 +53,7 @@ def remedy(error: Exception, x: Inputs) -> str:
     message.
     """
     said = str(error)
-    whole = [(name, t) for name, t in named(x) if not t.is_floating_point()]
+    whole = _whole(x)
     numbers = [(name, t.long()) for name, t in whole if t.dtype != torch.bool and t.numel()]
     if BEYOND.search(said) and numbers:
         ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]
@@ -85,8 +85,6 @@ def remedy(error: Exception, x: Inputs) -> str:
             f"{kinds}, and such numbers stay as they are: where the model wants floats, pass "
             f"{floats}{read}; or inputs and labels are exchanged"
         )
-    if "padding token" in said:
-        return "set model.config.pad_token_id, the token that fills rows up"
     if isinstance(error, TypeError) and "argument" in said:
         return (
             "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a "

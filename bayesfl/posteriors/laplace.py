@@ -46,7 +46,6 @@ from bayesfl.posteriors.linearised import (
     as_labels,
     as_targets,
     predictive,
-    refuse_idle_centre,
 )
 from bayesfl.posteriors.sampling.samples import Drawn
 from bayesfl.posteriors.sampling.stored import (
@@ -252,16 +251,7 @@ class Laplace(Drawn):
         return self.inverse.noise_size
 
     def draw(self, noise: Tensor) -> Tensor:
-        """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`].
-
-        Raises:
-            ValueError: `noise` is not [S, `noise_size`].
-        """
-        if noise.dim() != 2 or noise.shape[1] != self.noise_size:
-            raise ValueError(
-                f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each "
-                f"draw, got {list(noise.shape)}"
-            )
+        """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`]."""
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
@@ -314,7 +304,7 @@ class Laplace(Drawn):
         `log_marginal_likelihood`.
         """
         chosen = slice(None) if self.indices is None else self.indices
-        away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
+        away = (self.loc - self.curvature.vector(centre))[chosen]
         precision = self.precision[chosen]
         return (
             log_likelihood
@@ -356,12 +346,7 @@ class Laplace(Drawn):
             centre: Whether logits are centred over classes, see `linearised`; of the links only
                 `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
-
-        Raises:
-            ValueError: `noise` has another shape, or S is 0; or `link` is not `per_class` while
-                `centre` is False.
         """
-        refuse_idle_centre(link, centre=centre)
         likelihood, inverse = self.curvature.likelihood, self.inverse
         spread = inverse.spread if isinstance(inverse, Kronecker) else inverse.predict
         centre = centre and isinstance(likelihood, Categorical)

@@ -19,15 +19,6 @@ Link = Literal["contrasts", "per_class"]
 """How a Gaussian over the logits becomes probabilities in closed form, see `predictive`."""
 
 
-def refuse_idle_centre(link: str, *, centre: bool) -> None:
-    """Raise ValueError if logits are not to be centred under a link that does not depend on it."""
-    if not centre and link != "per_class":
-        raise ValueError(
-            f"centre=False changes nothing under link={link!r}; leave it out, or take "
-            "link='per_class'"
-        )
-
-
 def kappa(variance: Tensor) -> Tensor:
     """Return the factor by which a logit of this variance shrinks, (1 + pi variance / 8)^(-1/2).
 
@@ -116,12 +107,6 @@ def predictive(
         TypeError: The predictive distribution of `likelihood` is not known here.
     """
     check_known(likelihood)
-    if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
-        wanted = ", ".join(map(str, mean.shape))
-        raise ValueError(
-            f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, "
-            f"got {list(noise.shape)}"
-        )
     spread = variances(covariance)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}

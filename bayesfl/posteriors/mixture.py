@@ -85,9 +85,4 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Te
 
 def _joint(weights: Tensor, losses: Tensor) -> Tensor:
     """Compute log pi_m + log p_m(y | x) of each example and component, [..., N, M] in nats."""
-    if losses.dim() < 2 or losses.shape[-2] != weights.shape[-1]:
-        raise ValueError(
-            f"losses must be [..., M, N] for weights [..., M], got {list(losses.shape)} for "
-            f"{list(weights.shape)}"
-        )
     return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

@@ -48,7 +48,7 @@ def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0
     uniform = bool((fitted.precision == fitted.precision[0]).all())
     own = fitted if uniform else fitted.with_precision(x, 1.0)
     chosen = slice(None) if fitted.indices is None else fitted.indices
-    away = (fitted.loc - fitted.curvature.vector(centre, "centre"))[chosen]
+    away = (fitted.loc - fitted.curvature.vector(centre))[chosen]
     precision = best_precision(_eigenvalues(own), away.square().sum())
     if precision is None:
         warn(
@@ -142,8 +142,8 @@ def by_validation(
         grid: Precisions to try, ascending.
 
     Raises:
-        ValueError: `grid` is empty, no precision of it works, labels or targets do not fit, or `x`
-            has another number of examples.
+        ValueError: Labels or targets do not fit, or `x` has another number of examples.
+        RuntimeError: No precision of `grid` works.
     """
     # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
     pairs = list(labelled(held, labels, fitted.loc))
@@ -238,9 +238,4 @@ def _scores(
             continue
         if bool(value.isfinite().all()):
             found[precision] = value
-    if not found:
-        raise ValueError(
-            f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale "
-            "of the inputs and weights"
-        )
     return found

@@ -311,7 +311,9 @@ class Family(ABC):
         check_network(path, said["network"], said["parameters"], own, layout)
         device = next(own.parameters()).device
         prior = (tensors[f"target.{name}"].to(device) for name in ("loc", "precision", "centre"))
-        target = Target(own, layout, likelihood, *prior, data=None, examples=said["examples"])
+        target = Target(
+            own, layout, likelihood, *prior, data=(None, None), examples=said["examples"]
+        )
         belief = {
             name.removeprefix("belief."): t.to(device)
             for name, t in tensors.items()

@@ -42,12 +42,6 @@ def outputs(
     """
     found, rows = trial.outputs, data.train.index[:ROWS]
     if not one_row_each(found, rows) or found.dim() != 1 + len(width):
-        axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
-        remedy = (
-            "leave out a squeeze at the end, or flatten further axes"
-            if len(width) == 1
-            else "let it give outputs for each place"
-        )
         what = (
             f"{found.dtype} outputs of shape {list(found.shape)}"
             if isinstance(found, Tensor)
@@ -55,7 +49,8 @@ def outputs(
         )
         raise ValueError(
             f"the model {type(algorithm.model).__name__} returns {what} for {len(rows)} examples; "
-            f"they must be floats {axes}, one row for each example: {remedy}"
+            f"they must be floats [N, {', '.join(map(str, width))}], one row for each example: "
+            "leave out a squeeze at the end, or flatten further axes"
         )
     return found
 
@@ -87,26 +82,15 @@ def check_width(
     Raises:
         ValueError: It has others.
     """
-    if tuple(outputs.shape[1:]) == width:
-        return
-    what = "targets" if data.task == "regression" else "classes"
-    had, needed = (
-        str(shape[0]) if len(shape) == 1 else str(list(shape))
-        for shape in (outputs.shape[1:], width)
-    )
-    remedy = f"build the model with outputs={needed}"
-    if width != (data.outputs,):
-        remedy += f", as likelihood {algorithm.likelihood} takes"
-    elif data.task == "classification" and outputs.shape[1] < data.outputs:
-        if (had, needed) == ("1", "2"):
-            remedy += ", or pass the method likelihood=bf.likelihoods.Bernoulli(), for one logit"
-        remedy += (
-            ", or make the data with task='regression' if their integers are measurements and no "
-            "classes"
+    if (had := tuple(outputs.shape[1:])) != width:
+        had, needed = (", ".join(map(str, shape)) for shape in (had, width))
+        raise ValueError(
+            f"the model has {had} outputs, and likelihood {algorithm.likelihood} takes {needed} "
+            f"for {data.outputs} {'targets' if data.task == 'regression' else 'classes'}: build "
+            f"it with outputs={needed}, or make the data with outputs={had} if some classes do "
+            "not occur in them, or with task='regression' if their integers are measurements; "
+            "for one logit take bf.likelihoods.Bernoulli()"
         )
-    elif data.task == "classification":
-        remedy += f", or make the data with outputs={had} if some classes do not occur in them"
-    raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
 
 
 def warn_of_probabilities(algorithm: Algorithm, trial: Trial) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
-from bayesfl.base.options import instance, nearest
+from bayesfl.base.options import nearest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.optim import rate_at
 
@@ -35,7 +35,6 @@ def grids(
     Raises:
         ValueError: Options are named for a method that is not there, or one that no method has, or
             values are no list, or an empty one.
-        TypeError: The options of a method are no mapping.
     """
     if strangers := sorted(options.keys() - methods.keys() - {EVERY}):
         raise ValueError(
@@ -44,7 +43,6 @@ def grids(
         )
     found: dict[str, Grid] = {}
     for name, grid in options.items():
-        instance(f"options[{name!r}]", grid, Mapping, "name the options, as {'epochs': [1, 5]}")
         for option, values in grid.items():
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise ValueError(

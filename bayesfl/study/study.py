@@ -8,20 +8,19 @@ interrupted, or has got another method, goes on.
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
 from bayesfl.base import files
 from bayesfl.base.described import described, packages
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.options import Count, declared, instance, nearest, whole
+from bayesfl.base.options import Count, declared, refuse_unknown, whole
 from bayesfl.base.warning import warn
-from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.models.copies import anew
@@ -29,14 +28,6 @@ from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
 from bayesfl.study.settings import recipe, value_in_words
 from bayesfl.study.table import UNCOVERED, Row, Table
-
-
-class Executor(Protocol):
-    """Declare what a study needs of a `concurrent.futures.Executor`, or of submitit's for Slurm."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Return a future, whose `result()` waits."""
-        ...
 
 
 class Study:
@@ -64,7 +55,7 @@ class Study:
         **settings: Further arguments of `bf.simulate`, as `participation=0.1`.
 
     Raises:
-        TypeError: `bf.simulate` has no such argument; methods are no mapping, or seeds no list.
+        TypeError: `bf.simulate` has no such argument.
         ValueError: Options are named for a method that is not there, or one that no method has, or
             without values; a method, the model or the data are given themselves, and not a function
             that makes them; a seed is no whole number; or a setting is each cell's own, as
@@ -105,27 +96,19 @@ class Study:
         steps: Count | None = None,
         **settings: Any,
     ) -> None:
-        instance("methods", methods, Mapping, "name each, as {'FedAvg': bf.algorithms.fedavg}")
-        instance("options", options, Mapping, "name each method's, as {'*': {'epochs': [1, 5]}}")
-        instance("seeds", seeds, Iterable, "pass range(3) for the seeds 0, 1 and 2")
+        if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
+            raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
         for name, given in {**methods, "model": model, "data": data}.items():
-            if not callable(given) or isinstance(given, Algorithm | nn.Module | FederatedData):
+            if isinstance(given, nn.Module) or not callable(given):
                 raise ValueError(
                     f"{name} must be a function that makes it for each cell, as "
                     "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
                     f"data, got a {type(given).__name__}"
                 )
-        if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
-            raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
         # Copies, as callbacks that another run uses change.
         settings = {"rounds": rounds, **anew(settings)}
+        refuse_unknown(simulate, settings)  # now, and not in every cell
         usual = inspect.signature(simulate).parameters
-        if strangers := sorted(settings.keys() - usual.keys()):  # now, and not in every cell
-            known = [*inspect.signature(Study).parameters, *usual]
-            raise TypeError(
-                f"neither Study nor bf.simulate has an option {strangers[0]!r}; the nearest are "
-                f"{nearest(strangers[0], known, 3)}"
-            )
         with packages() as told:
             told[""] = described(
                 {
@@ -158,7 +141,7 @@ class Study:
         folder: str | PathLike[str],
         *,
         n_jobs: int | None = None,
-        executor: Executor | None = None,
+        executor: Any = None,
         keep: Literal["result"] | None = None,
         progress: bool | None = None,
     ) -> Table:
@@ -200,7 +183,13 @@ class Study:
             partial(cell.run, inside, place, keep=kept, workers=None if alone else 1)
             for cell, place in todo
         ]
-        done = _with_joblib(calls, n_jobs) if executor is None else _with_executor(calls, executor)
+        if executor is None:
+            parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1)  # type: ignore[arg-type]
+            done: Any = parallel(joblib.delayed(call)() for call in calls)
+        else:
+            # Executors pickle, and functions without a name travel by cloudpickle alone.
+            sent = [executor.submit(joblib.wrap_non_picklable_objects(call)) for call in calls]
+            done = (future.result() for future in sent)
         hidden = None if progress is None else not progress
         with progress_bar(
             done, total=len(places), initial=len(places) - len(calls), unit="cell", disable=hidden
@@ -294,19 +283,3 @@ class Study:
 
 def _file(inside: Path, address: str) -> Path:
     return inside / f"{address}{SUFFIX}"
-
-
-def _with_joblib(calls: list[Callable[[], None]], n_jobs: int | None) -> Iterator[None]:
-    from joblib import Parallel, delayed
-
-    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1)  # type: ignore[arg-type]
-    yield from parallel(delayed(call)() for call in calls)
-
-
-def _with_executor(calls: list[Callable[[], None]], executor: Executor) -> Iterator[None]:
-    from joblib import wrap_non_picklable_objects
-
-    # Executors pickle, and functions without a name travel by cloudpickle alone.
-    futures = [executor.submit(wrap_non_picklable_objects(call)) for call in calls]
-    for future in futures:
-        yield future.result()

@@ -15,7 +15,7 @@ import numpy as np
 from bayesfl.base.described import digest_of
 from bayesfl.base.display import html
 from bayesfl.base.display.sheet import Sheet, Shown
-from bayesfl.base.options import instance, nearest
+from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.evaluation.report import Column
@@ -328,7 +328,6 @@ class Table:
                 as by `summary`.
         """
         table = self._settled()
-        table._known(reference)
         wanted = table._columns(columns)
         values: dict[str, dict[str, list[float]]] = {}
         for method in table.methods:
@@ -353,16 +352,14 @@ class Table:
                 `chosen`.
         """
         table = self._settled()
-        found = []
-        for name in (one, other):
-            table._known(name)
-            found.append(
-                {
-                    (row.seed, row.record.data): row
-                    for row in table.rows
-                    if row.method == name and row.record.error is None
-                }
-            )
+        found = [
+            {
+                (row.seed, row.record.data): row
+                for row in table.rows
+                if row.method == name and row.record.error is None
+            }
+            for name in (one, other)
+        ]
         shared = [key for key in found[0] if key in found[1]]
         if not shared:
             raise ValueError(
@@ -378,7 +375,6 @@ class Table:
             ValueError: There is no such run, it failed, or it was not kept; or as by `chosen`.
         """
         table = self._settled()
-        table._known(method)
         found = [row for row in table.rows if (row.method, row.seed) == (method, seed)]
         if not found:
             seeds = sorted({row.seed for row in table.rows if row.method == method})
@@ -459,10 +455,6 @@ class Table:
                 f"nearest are {nearest(str(by), [c for c in known if report.better(c)], 4)}"
             )
         return by
-
-    def _known(self, method: str) -> None:
-        if method not in self.methods:
-            raise ValueError(f"there is no method {method!r}; the methods are {self.methods}")
 
     def _columns(self, columns: Sequence[str] | None) -> list[str]:
         self._refuse_failed()
@@ -642,7 +634,6 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
         >>> list(bf.table(runs).differences("Local", ["personal_nll"]))
         ['FedAvg']
     """
-    instance("results", results, Mapping, "name each, as {'FedAvg': result}")
     runs = {
         name: list(found) if isinstance(found, Sequence) else [found]
         for name, found in results.items()

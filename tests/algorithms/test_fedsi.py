@@ -455,7 +455,6 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
         ({"predictive_precision": -1.0}, r"precision must be > 0 and finite, got -1\.0"),
         ({"share": 0.0}, r"^share .*\(0, 1\].* got 0\.0"),
         ({"aggregation": "median"}, r"aggregation .*'moment_match'.* got 'median'"),
-        ({"variance_floor": 1e9}, r"variance_floor .*alpha.* got 1000000000.0"),
         ({"curvature_every": 0}, r"curvature_every .*1.* got 0"),
         ({"steps": 0}, r"^steps .*1.* got 0"),
         ({"prior": "local"}, r"prior .*got 'local'"),
@@ -465,7 +464,6 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
             r"predictive_precision .*prior='global'.*got 2\.0",
         ),
         ({"structure": "full", "prior": "global"}, r"prior .*structure='full'.*'global'"),
-        ({"link": "contrasts", "centre": False}, r"centre=False .*link='contrasts'"),
         (
             {"likelihood": Gaussian(), "link": "draws"},
             r"link says nothing under a likelihood of Gaussian, got 'draws'",
@@ -478,7 +476,7 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
 )
 def test_what_is_refused(model: nn.Module, options: dict[str, Any], message: str):
     """Numbers out of range; a precision beside the server's, a learnt prior where nothing is
-    learnt, centring that changes nothing, what only some read.
+    learnt, what only some read.
     """
     with pytest.raises(ValueError, match=message):
         bf.algorithms.fedsi(model, **options)

@@ -252,7 +252,6 @@ def test_data_without_environments_are_refused(clients: FederatedData, name: str
             r"loss_examples says nothing under lower='irm', got 30",
         ),
         ("perinvfl", {"variant": "cosine"}, r"variant .*'distance'.*'contrastive'.* got 'cosine'"),
-        ("perinvfl", {"variant": "contrastive"}, "variant 'contrastive' compares features"),
         ("perinvfl", {"lam": -1.0}, "lam must be >= 0"),
         ("perinvfl", {"adapt_steps": 0}, r"adapt_steps .*1.* got 0"),
     ],

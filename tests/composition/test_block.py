@@ -1,7 +1,6 @@
 """Blocks: how they are held, where they start, and parameters that none of them covers."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -215,10 +214,3 @@ def test_init_of_a_private_block_is_its_centre():
     server = made.init(1)
     assert (set(server["head"]), set(made.rows(server)["head"])) == ({"loc"}, {"loc", "rho"})
     assert "head" not in made.share(server, torch.arange(1))[0]
-
-
-@pytest.mark.parametrize("sends", [("loc", "sigma"), ("rho",), "loc", ()])
-def test_a_pool_sends_what_the_belief_has(sends: Any):
-    """Of a point the location alone; text and nothing are no names."""
-    with pytest.raises(ValueError, match=r"pool sends .*Point.*'loc'"):
-        bf.Block(pool=Mean(sends=sends))

@@ -18,11 +18,7 @@ STEP = Descend(W)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"phases": STEP}, "^phases .*tuple, got Descend"),
-        ({"finetune": [STEP]}, "^finetune .*tuple, got list"),
-        ({"parts": "w"}, "^parts .*tuple, got str"),
         ({"likelihood": Categorical}, "^likelihood .*Likelihood, got the class Categorical"),
-        ({"model": "resnet"}, "^model .*Module, got str"),
     ],
 )
 def test_what_is_no_composition_is_refused(options: dict[str, Any], words: str):

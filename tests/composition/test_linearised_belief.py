@@ -202,7 +202,6 @@ def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Mod
             lambda: LinearisedBelief(link="draws"),
             r"link='draws' .*draws=100",
         ),
-        (bf.algorithms.pfedvem, lambda: LinearisedBelief(centre=False), r"centre=False"),
     ],
 )
 def test_blocks_without_a_gaussian(make: Any, predictor: Any, words: str, model: nn.Module):

@@ -299,15 +299,14 @@ WIDE = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
             r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)",
         ),
         (lambda model: Repeat((STEP,), epochs=0), r"epochs.*0"),
-        (lambda model: Repeat(()), "phases is empty"),
         (lambda model: Repeat((Repeat((STEP,)),)), r"Repeat .*batch.*got Repeat"),  # type: ignore[arg-type]
         (lambda model: Repeat((replace(STEP, batch_size=7),)), r"Repeat .*batch.*got Descend"),
     ],
 )
 def test_what_is_refused_as_it_is_composed(call: Any, words: str, model: nn.Module):
     """A proximal step without a Gaussian prior of points; an energy that leaves out a part, which
-    would stay at the weights of the model as it was given; in a repeat nothing, another one, or a
-    phase that would draw batches of its own.
+    would stay at the weights of the model as it was given; in a repeat another one, or a phase
+    that would draw batches of its own.
     """
     with pytest.raises(ValueError, match=words):
         call(model)

@@ -435,18 +435,6 @@ def test_mixed_copies(size: int):
     assert_close(new["loc"], new["each"].mean(0))
 
 
-@pytest.mark.parametrize("weights", [torch.ones(2, 3), torch.ones(2), torch.ones(2, 1)])
-def test_mixed_needs_a_weight_for_each_pair(weights):
-    """Among the cohort, [C, C]."""
-    pool = Mixed(lambda server, ids, uplink: weights)
-    with pytest.raises(ValueError, match=r"weights must give \[2, 2\] numbers"):
-        pool(
-            {"w": pool.start({"loc": numbers(3)}, 4)},
-            "w",
-            {"w": {"loc": numbers(2, 3)}, "ids": torch.arange(2)},
-        )
-
-
 def test_raw_parameters_are_averaged_as_they_are(model: nn.Module, clients: FederatedData):
     """`Mean(sends=("loc", "rho"))` gives the weighted mean of each, by hand."""
     plain = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, init_scale=0.3)

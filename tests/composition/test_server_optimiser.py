@@ -35,7 +35,6 @@ def test_a_step_of_length_one_is_the_method_itself(
         (bf.algorithms.d_fedem, r"\['components'\]"),
         (bf.algorithms.fedpac, r"\['head'\]"),
         (bf.algorithms.clustered, r"\['w'\]"),
-        (lambda model: with_server_optimiser(bf.algorithms.irm(model), Adam(0.01)), "already"),
     ],
 )
 def test_no_optimiser_steps_what_nobody_is_sent(

@@ -23,17 +23,17 @@ def test_the_bytes_are_said_first(x):
     tight = Curvature(model, memory=100)
     huge = Curvature(nn.Sequential(nn.Linear(4000, 1000, bias=False), nn.Linear(1000, 2)))
     for call, words in (
-        (lambda: tight.ggn(x), rf"GGN .*{size} weights .*\({8 * size**2} bytes\) .*100 bytes"),
+        (lambda: tight.ggn(x), rf"GGN .*{size} weights .* {8 * size**2:,} bytes .*100 may"),
         (lambda: tight.columns(x, torch.arange(3)), r"J_S .*3 columns .*864 bytes"),
-        (lambda: tight.gram(x), rf"Gram matrix .*\({8 * 36**2} bytes\)"),
-        (lambda: invert(tight, x, 1.0), rf"dual form.* 27\b.*\({24 * 27**2} bytes\)"),
+        (lambda: tight.gram(x), rf"Gram matrix .* {8 * 36**2:,} bytes"),
+        (lambda: invert(tight, x, 1.0), rf"dual form.* 27\b.* {24 * 27**2:,} bytes"),
         (
             lambda: invert(tight, x, 1.0, indices=torch.arange(20, 29)),
-            r"primal form.* 9\b.*\(1944 bytes\)",
+            r"primal form.* 9\b.* 1,944 bytes",
         ),
         (
             lambda: huge.ggn(torch.zeros(1, 4000)),
-            r"GGN .*4002002 weights .*116\.\d TiB \(128128160064032 bytes\)",
+            r"GGN .*4002002 weights .* 128,128,160,064,032 bytes",
         ),
     ):
         with pytest.raises(MemoryError, match=words):
@@ -161,13 +161,7 @@ def test_pieces_of_several_inputs(monkeypatch):
     assert_close([call(data) for call in calls], found, **EXACT)
 
 
-def test_batches_of_bad_inputs_are_refused():
+def test_several_inputs_without_rows_are_refused():
     _, two, _, a, b = brute.two_inputs()
-    curvature = Curvature(two)
-    for x, words in (
-        ((a, b[:4]), r"x\[1\] has 4 rows and x\[0\] has 9; every tensor"),
-        ({"a": a, "b": b[:4]}, r"x\['b'\] has 4 rows and x\['a'\] has 9"),
-        ((a[:0], b[:0]), "there are no data"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            curvature.diagonal({"x": x})
+    with pytest.raises(ValueError, match="there are no data"):
+        Curvature(two).diagonal({"x": (a[:0], b[:0])})

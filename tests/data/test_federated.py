@@ -28,9 +28,6 @@ def test_absent_splits_name_the_remedy():
     ):
         with pytest.raises(ValueError, match=f"no '{name}' split.*{remedy}"):
             getattr(data, name)
-    regression = from_arrays(arrays()[0], [x[:, 0] for x in arrays()[0]])
-    with pytest.raises(ValueError, match="regression has no classes"):
-        _ = regression.classes
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -207,9 +204,6 @@ def test_select_and_hold_out(data):
     assert sorted((*known.client_names, *novel.client_names)) == sorted(data.client_names)
     assert data.hold_out(0.4, seed=1)[1].client_names == novel.client_names
     assert len({data.hold_out(1, seed=s)[1].client_names for s in range(20)}) == 3
-    for bad in (0, 3, 1.5, 0.0, -1):
-        with pytest.raises(ValueError, match="clients to hold out"):
-            data.hold_out(bad)
 
 
 def test_environments_go_with_their_rows():

@@ -4,7 +4,6 @@ limits.
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,8 +70,6 @@ def test_scores_of_predictions():
     found = detection.scores(drawn)
     assert list(found) == ["doubt", "entropy", "epistemic"]
     assert_close(found["epistemic"][0, 0], torch.tensor(0.1).double())
-    with pytest.raises(ValueError, match="regression"):
-        detection.scores(SimpleNamespace(probs=None))  # type: ignore[arg-type]
 
 
 def test_unseen_labels():
@@ -308,10 +305,6 @@ def test_errors_name_the_remedy():
         (
             lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask),
             "inside_mask must be bool",
-        ),
-        (
-            lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask),
-            r"inside .*2 clients .*outside .*4",
         ),
         (
             lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95),

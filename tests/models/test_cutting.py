@@ -49,7 +49,7 @@ def test_split_takes_a_dotted_name():
 
 
 def test_split_says_why_not():
-    with pytest.raises(AttributeError, match="the last ones are"):
+    with pytest.raises(AttributeError, match="`head`"):
         models.split(Pretrained(), head="head")
     for last in (nn.Tanh(), nn.Linear(4, 2)):
         with pytest.raises(ValueError, match=r"'0' is not the last step"):

@@ -146,18 +146,6 @@ def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
         )
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
-def test_noise_of_another_width(structure: str):
-    """Refused, with the width that it takes."""
-    fitted = Laplace.fit(network(), numbers(12, 4), precision=1.0, structure=structure)
-    for shape in ((3, fitted.noise_size + 1), (fitted.noise_size,)):
-        with pytest.raises(
-            ValueError,
-            match=rf"noise .*\[S, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]",
-        ):
-            fitted.draw(torch.zeros(shape))
-
-
 def test_evidence_around_another_centre():
     """Around the weights themselves it is larger by lambda / 2 |loc|^2 than around 0."""
     model, x, y = network(), numbers(12, 4), torch.arange(12) % 3
@@ -416,16 +404,15 @@ def test_a_likelihood_fits_the_outputs(structure):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
         ({"precision": 1e-320}, r"precision .*\(1e-30, 1e\+30\), got 1e-320 \(51 of 51\)"),
         ({"precision": 1e31}, r"precision .*\(1e-30, 1e\+30\), got 1e\+31"),
         (
             {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])},
-            r"weight .*>= 0.*-0\.5|'kfac' .*weight",
+            "curvature is not finite|'kfac' .*weight",
         ),
         (
             {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])},
-            r"weight .*>= 0.*nan|'kfac' .*weight",
+            "curvature is not finite|'kfac' .*weight",
         ),
         ({"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
         ({"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
@@ -442,7 +429,7 @@ def test_what_comes_in_is_checked(structure, arguments, message):
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
 def test_what_is_asked_of_a_fit_is_checked(structure):
-    """Data that it was not fitted to, a centre and noise of another shape."""
+    """Data that it was not fitted to."""
     x, y = numbers(12, 4), torch.arange(12) % 3
     fitted = Laplace.fit(network(), x.split(5), precision=1.0, structure=structure)
     assert fitted.examples == 12
@@ -453,11 +440,6 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
         with pytest.raises(ValueError, match=r"^x .*12 examples .*got 7"):
             call()
     assert fitted.with_precision(x.split(7), 2.0).with_precision(x, 3.0).examples == 12
-    with pytest.raises(ValueError, match=r"centre.*51 weights .*got shape \(1, 51\)"):
-        fitted.log_marginal_likelihood(x, y, centre=torch.zeros(1, 51))
-    for shape in ((0, 12, 3), (2, 11, 3), (12, 3), (2, 12, 2)):
-        with pytest.raises(ValueError, match=r"noise .*\[S, 12, 3\].* got \["):
-            fitted.predict(x, noise=torch.zeros(shape))
     assert fitted.inverse.backend == "layers"
 
 
@@ -615,8 +597,7 @@ def test_labels_travel_with_their_rows():
 @pytest.mark.parametrize(
     ("data", "given", "words"),
     [
-        (lambda x: x, False, "y are missing"),
-        (lambda x: {"x": x}, False, "y are missing"),
+        (lambda x: x, False, "no labels: "),
         (lambda x: x.split(3), False, r"no labels: .*\(x, y\)"),
         (lambda x: x.split(3), True, "y is given beside .*leave it out"),
         (lambda x: {"x": x, "y": x[:, 0]}, True, "y is given beside .*leave it out"),

@@ -43,7 +43,7 @@ ZEROS, HALVES = torch.zeros(8, 8), [0] * 4 + [1] * 4
             1,
             Categorical(),
             [0, *range(50, 57)],
-            r"1 outputs.* 57 classes; .*outputs=57.*task='regression'",
+            r"1 outputs.* 57 classes: .*outputs=57.*task='regression'",
         ),
     ],
 )
@@ -146,22 +146,19 @@ def test_classes_that_do_not_occur(model: nn.Module):
         bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2], outputs=outputs)
         for outputs in (None, 3)
     )
-    with pytest.raises(
-        ValueError, match=r"3 outputs, the data 2 classes.*make the data with outputs=3"
-    ):
+    with pytest.raises(ValueError, match=r"3 outputs, .* 2 classes.*make the data with outputs=3"):
         bf.simulate(bf.algorithms.fedavg(model), few, **ONCE)
     assert bf.simulate(bf.algorithms.fedavg(model), told, **ONCE)
 
 
 def test_one_output_for_two_classes_is_offered_the_likelihood_of_one_logit():
-    """And no other number of outputs or classes is."""
-    for outputs, classes, offered in ((1, 2, True), (1, 3, False), (2, 3, False)):
+    for outputs, classes in ((1, 2), (1, 3), (2, 3)):
         y = torch.arange(20) % classes
         data = bf.data.from_arrays([torch.randn(20, 8)], [y])
         one = bf.algorithms.fedavg(bf.models.mlp(8, outputs=outputs))
         with pytest.raises(ValueError, match=f"has {outputs} outputs, .* {classes} cl") as error:
             bf.simulate(one, data, **ONCE)
-        assert ("likelihood=bf.likelihoods.Bernoulli()" in str(error.value)) == offered
+        assert "bf.likelihoods.Bernoulli()" in str(error.value)
 
 
 def test_a_forward_that_draws_outside_training_is_refused(clients):

@@ -19,25 +19,21 @@ from tests.study.made import DATA, one
 RATES = [SGD(0.1), SGD(0.2)]
 METHODS = {"Fac": bf.algorithms.fedsi_fac, "FT": bf.algorithms.irm_ft}
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: one(particpation=0.5), TypeError, r"'particpation'; the nearest are \['participation"),
+    (lambda: one(particpation=0.5), TypeError, "'particpation'; did you mean participation"),
     (lambda: one(seed=3), ValueError, "seed is a matter of each cell's; a study has .* seeds"),
     (lambda: one(optimizer=SGD(0.1)), TypeError, "'optimizer'"),
-    (lambda: one(evaluate=2), TypeError, r"'evaluate'; the nearest are \['evaluate_every'"),
+    (lambda: one(evaluate=2), TypeError, "'evaluate'; did you mean evaluate_every"),
     (lambda: one(checkpoint="x"), ValueError, "checkpoint is a matter of each cell's"),
-    (lambda: one(seeds=3), TypeError, r"seeds must be .*range\(3\)"),
     (lambda: one(seeds=[0.5, 0.7]), ValueError, "each of seeds must be a whole number, got 0.5"),
     (lambda: one(seeds=[-1]), ValueError, "each of seeds must be at least 0"),
     (lambda: one(seeds=[True]), ValueError, "each of seeds must be a whole number"),
     (lambda: one(seeds="012"), ValueError, "each of seeds must be a whole number, got '0'"),
     (lambda: one(seeds=torch.arange(2.0)), ValueError, "each of seeds must be a whole number"),
-    (lambda: one(lr=0.1), TypeError, "nearest are .*'optimiser'"),
-    (lambda: one(callbacks=[]), TypeError, r"nearest are \['on_round"),
-    (lambda: one(random_state=1), TypeError, "nearest are .*seeds="),
+    (lambda: one(lr=0.1), TypeError, "'lr'"),
+    (lambda: one(callbacks=[]), TypeError, "did you mean on_round="),
+    (lambda: one(random_state=1), TypeError, "did you mean seed"),
     (lambda: one(options={"FedAvg": {"lr": [0.1]}}), ValueError, r"optimiser=bf.optim.SGD\(lr\)"),
-    (lambda: one(options=["epochs"]), TypeError, "options must be .*name each"),
-    (lambda: bf.table([]), TypeError, "results must be .*name each"),  # type: ignore[arg-type]
     (lambda: one(rounds=0), ValueError, "rounds must be at least 1"),
-    (lambda: one(methods=[bf.algorithms.fedavg]), TypeError, "methods must be .*name each"),
     (
         lambda: one(methods={"A": bf.algorithms.fedavg(nn.Linear(2, 2))}),
         ValueError,
@@ -46,7 +42,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(methods={"A": "fedavg"}), ValueError, "A must be a function.*got a str"),
     (lambda: one(data=DATA(seed=0)), ValueError, "data must be a function.*lambda seed"),
     (lambda: one(model=nn.Linear(2, 2)), ValueError, "model must be a function.*lambda clients"),
-    (lambda: one(options={"FedAvg": [1]}), TypeError, r"options\['FedAvg'\] must be .*name the"),
     (lambda: one(options={"FedAvg": {"epochs": []}}), ValueError, r"\['epochs'\] must be a list"),
     (lambda: one(options={"FedAvg": {"epochs": 5}}), ValueError, r"\['epochs'\] must be a list"),
     (lambda: one(options={"FedAvg": {"epoch": [5]}}), ValueError, "'epoch'.*'epochs'"),

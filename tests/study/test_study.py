@@ -261,7 +261,7 @@ def test_what_no_cell_could_use_is_refused_at_once(changes: Any, words: str):
 
 
 def test_unknown_settings_are_refused_at_once():
-    with pytest.raises(TypeError, match=r"'participatoin'; the nearest are .'participation'"):
+    with pytest.raises(TypeError, match="'participatoin'; did you mean participation"):
         one(participatoin=0.5)
 
 

@@ -1,1 +1,1 @@
-"""What people look at: pieces of HTML, whole pages of them, bars of progress."""
+"""Display to people: pieces of HTML, whole pages of them, bars of progress."""

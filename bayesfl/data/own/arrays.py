@@ -13,7 +13,6 @@ from bayesfl.base.options import instance, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
-from bayesfl.data.conversion import as_list
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_clients
 from bayesfl.data.own.parts import Part, by_client, environments_of, per_client
@@ -100,8 +99,8 @@ def from_arrays(
     Raises:
         ValueError: Arrays do not fit each other, or a client has too few examples for its splits.
         RuntimeError: Rows have different shapes.
-        TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`;
-            or names are no list.
+        KeyError: A client lacks an input of another.
+        TypeError: `names` are no list, or `test` no pair of arrays.
 
     Example:
         >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
@@ -114,7 +113,7 @@ def from_arrays(
     pooled = client_ids is not None
     instance("test", test or (), Sequence, "pass arrays (x, y), or a share of rows as test_share=")
     if not pooled:
-        x, test = _listed(x, test)
+        x, test = list(x), test and (list(test[0]), test[1])
     check_columns("x", x, test and test[0], pooled=pooled)
     check_columns("y", y, test and test[1], pooled=pooled)
     check_rows(x, y, client_ids, environments, test, pooled=pooled)
@@ -171,23 +170,6 @@ def from_arrays(
         environment=environment,
         columns=names_of(x, pooled=pooled),
     ).to(dtype=torch.float32)
-
-
-def _listed(x: Any, test: Any) -> tuple[list[Any], tuple[list[Any], Any] | None]:
-    """Return the inputs of the training and the test data as lists with one thing per client.
-
-    Raises:
-        ValueError: `x` is one array, or `test` no pair.
-    """
-    if isinstance(x, np.ndarray | Tensor):
-        raise ValueError(
-            f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list "
-            "with one array per client"
-        )
-    if test is not None:
-        xs, ys = test
-        test = as_list(xs, "test x", "array of inputs"), ys
-    return as_list(x, "x", "array of inputs"), test
 
 
 def _parts(

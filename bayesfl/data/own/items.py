@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named
-from bayesfl.data.conversion import kind_of
 from bayesfl.data.own.stored import StoredRows
 
 AGAIN = 8
@@ -88,8 +87,8 @@ def _pair(item: Any) -> StoredRows:
     """Return the tensors of an item (x, y)."""
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise ValueError(
-            f"an item must be a pair (x, y), got {kind_of(item)}: choose the two, as in [(item[0], "
-            "item[1]) for item in data], or name columns by inputs= and target="
+            f"an item must be a pair (x, y), got a {type(item).__name__}: choose the two, as in "
+            "[(item[0], item[1]) for item in data], or name columns by inputs= and target="
         )
     return dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
 

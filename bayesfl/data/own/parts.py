@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
-from bayesfl.data.conversion import as_list, to_inputs, to_tensor
+from bayesfl.data.conversion import to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
 from bayesfl.data.names import places_of
 
@@ -83,16 +83,7 @@ def per_client(
         return f"client {known[j]!r}" if j in known else f"client {j}"
 
     xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
-    ys = [
-        to_tensor(value, f"{part}y of {whose(j)}")
-        for j, value in enumerate(as_list(y, f"{part}y", "array of labels or targets"))
-    ]
-    if len(xs) != len(ys):
-        raise ValueError(
-            f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels "
-            "or targets as of inputs. Are these arrays of all clients? Then pass client_ids, one "
-            "per row"
-        )
+    ys = [to_tensor(value, f"{part}y of {whose(j)}") for j, value in enumerate(y)]
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         name, leaf = next(named(xj, f"{part}x"))
         if leaf.dim() < 1 or yj.dim() < 1 or len(leaf) != len(yj):
@@ -145,11 +136,6 @@ def by_client(
             f"{name}, {part}y and {part}client_ids must have as many rows, got shapes "
             f"{list(leaf.shape)}, {list(ys.shape)} and [{len(owners)}]{several}"
         )
-    if not len(leaf) and order is None:
-        raise ValueError(
-            "x is empty: pass one row of inputs for each example, and the client of each row as "
-            "client_ids"
-        )
     if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
         raise ValueError(
             f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first "
@@ -186,11 +172,6 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
     inputs without rows take these types.
     """
     mine, theirs = dict(named(x, name)), dict(named(like, name))
-    if mine.keys() != theirs.keys():
-        raise ValueError(
-            f"{whose} has the inputs {', '.join(mine)}, {others} {', '.join(theirs)}: pass the "
-            "same ones, by the same names, for all"
-        )
     for what, own in mine.items():
         one = theirs[what]
         if _read_as(own) != _read_as(one) and len(own) and len(one):
@@ -253,7 +234,7 @@ def environments_of(values: Any, train: Part, *, pooled: bool) -> list[Tensor]:
         ValueError: They are no whole numbers from 0 up, or not one for each row.
         TypeError: They are no arrays.
     """
-    given = [values] if pooled else as_list(values, "environments", "array")
+    given = [values] if pooled else values
     sizes = [len(yj) for yj in train.ys]
     found = []
     for j, (value, n) in enumerate(zip(given, [sum(sizes)] if pooled else sizes, strict=True)):

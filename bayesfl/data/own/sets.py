@@ -13,7 +13,6 @@ import numpy as np
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.inputs import at, unnamed
 from bayesfl.base.options import refuse_unknown
-from bayesfl.data.conversion import as_list
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
@@ -61,10 +60,10 @@ def from_datasets(
 
     Raises:
         ValueError: A data set does not give pairs of numbers, or draws at random; lists of one row
-            have different lengths; only one of `inputs` and `target` is given; data sets name
-            classes differently; the folder holds something else; or `from_arrays` refuses them.
+            have different lengths; data sets name classes differently; the folder holds something
+            else; or `from_arrays` refuses them.
         KeyError: A row lacks a column.
-        TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
+        TypeError: `client_ids` is given, or an option that `from_arrays` has not.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -75,19 +74,8 @@ def from_datasets(
     # Options that are none are refused now, not after all items were read.
     refuse_unknown(from_arrays, options)
     inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)
-    if (inputs is None) != (target is None):
-        raise ValueError(
-            "inputs= and target= name columns of rows together; leave both out for data sets of "
-            "pairs (x, y)"
-        )
-    given = [
-        (f"datasets[{j}]", one) for j, one in enumerate(as_list(datasets, "datasets", "data set"))
-    ]
-    held = (
-        [(f"test[{j}]", one) for j, one in enumerate(as_list(test, "test", "data set"))]
-        if test is not None
-        else []
-    )
+    given = [(f"datasets[{j}]", one) for j, one in enumerate(datasets)]
+    held = [(f"test[{j}]", one) for j, one in enumerate(test)] if test is not None else []
     if test is not None and len(held) != len(given):
         raise ValueError(
             f"test must have one data set for each of {len(given)} clients, got {len(held)}"
@@ -133,7 +121,7 @@ def from_datasets(
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
     tested = np.repeat(np.arange(len(held)), [len(one) for _, one in held])
     if options.get("environments") is not None:
-        own = [np.asarray(one) for one in as_list(options["environments"], "environments", "array")]
+        own = [np.asarray(one) for one in options["environments"]]
         if [len(one) for one in own] != sizes:
             raise ValueError(
                 f"environments must have one number for each row, {sizes}, got "

@@ -108,10 +108,6 @@ def _write(
     columns: dict[str, _Column] = {}
     for piece in itertools.chain.from_iterable(sets):
         columns = columns or {key: _Column(new, key, rows, t) for key, t in piece.items()}
-        if piece.keys() != columns.keys():
-            raise ValueError(
-                f"all data sets must give the same inputs, got {list(piece)} after {list(columns)}"
-            )
         for key, column in columns.items():
             column.add(piece[key])
     lists, lengths = ragged({key: column.shapes for key, column in columns.items()}, mask)
@@ -141,8 +137,6 @@ def ragged(
         ValueError: StoredRows have other shapes that are no lengths of lists, or lists of one row
             have different lengths.
     """
-    if void := [key for key, own in shapes.items() if all(0 in shape for shape in own)]:
-        raise ValueError(f"column {void[0]!r} holds nothing but empty lists; leave it out")
     found = [key for key, own in shapes.items() if len(set(own)) > 1]
     if wrong := [
         key for key in found if mask is None or any(len(shape) != 1 for shape in shapes[key])
@@ -199,7 +193,6 @@ class _Column:
                 f"{self.type}: convert them alike"
             )
         for some in pieces(piece, BYTES_AT_ONCE):
-            assert isinstance(some, Tensor)  # as `piece` is
             self.file.write(as_kept(some).contiguous().numpy().tobytes())
 
     def whole(self) -> IO[bytes]:

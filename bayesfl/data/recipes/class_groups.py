@@ -73,13 +73,7 @@ def dominant_classes(
     opened = options.open()
     y_train, y_test = options.classes(opened)
     count = opened.outputs
-    shared.check_clients(clients, len(y_train), "training examples")
     if groups is None:
-        if count < 4:
-            raise ValueError(
-                f"{opened.info.name!r} has {count} classes, too few for groups of three: pass "
-                "groups=, such as [[0], [1]]"
-            )
         groups = [[(2 * g + k) % count for k in range(3)] for g in range(-(-count // 2))]
     held = [sorted({int(k) for k in group}) for group in groups]
     shares = np.full((len(held), count), uniform / count)
@@ -160,8 +154,6 @@ def label_groups(
     """
     opened = options.open()
     y = np.concatenate(options.classes(opened))
-    shared.check_labels(labels, opened)
-    shared.check_clients(clients, len(y), "examples")
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
     rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), options.rng)
     options.recipe["pooled"] = True

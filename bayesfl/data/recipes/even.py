@@ -39,14 +39,13 @@ def iid(
     classification and regression.
 
     Raises:
-        ValueError: There are more clients than training or test rows.
+        ValueError: There are more clients than training rows.
 
     Example:
         >>> bf.data.iid("digits", clients=4, validation=0.1)
         FederatedData(digits, 4 clients; train 1294, test 359, validation 144)
     """
     opened = options.open()
-    shared.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     options.recipe.update(_scale(opened))
     return options.federate(opened, *deal_evenly(opened, clients, options.rng))
 
@@ -71,7 +70,7 @@ def diabetes(
             skews the clients. None for no skew.
 
     Raises:
-        ValueError: There are more clients than test rows.
+        ValueError: There are more clients than training rows.
 
     Example:
         >>> bf.data.diabetes(clients=4, by="age")
@@ -90,7 +89,6 @@ def diabetes(
     )
     source = options.open()
     options.recipe.update(_scale(source))
-    shared.check_clients(clients, len(source.x) - source.train, "test examples")
     rng, parts = options.rng, []
     for x in (source.x_train, source.x_test):
         shuffled = rng.permutation(len(x))

@@ -44,8 +44,6 @@ def labels_per_client(
     """
     opened = options.open()
     y_train, y_test = options.classes(opened)
-    shared.check_labels(labels, opened)
-    shared.check_clients(clients, len(y_train), "training examples")
     rng = options.rng
     held = partitions.spread_labels(opened.outputs, clients, labels, rng)
     train = partitions.deal_labels(y_train, held, opened.outputs, sizes == "equal", rng)
@@ -92,7 +90,6 @@ def shards(
     """
     opened = options.open()
     y_train, y_test = options.classes(opened)
-    shared.check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
     rng = options.rng
     train = partitions.shards(y_train, clients, shards, rng)
     counts = np.stack(

@@ -293,15 +293,6 @@ def check_clients(clients: int, most: int, what: str) -> None:
         )
 
 
-def check_labels(labels: int, source: Source) -> None:
-    """Raise ValueError if a client is to have more classes than there are."""
-    if labels > source.outputs:
-        raise ValueError(
-            f"labels must lie within [1, {source.outputs}], the number of classes of "
-            f"{source.info.name!r}, got {labels}"
-        )
-
-
 def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
     """Return the classes of each superclass: those given, else the source's own, else classes in
     pairs.

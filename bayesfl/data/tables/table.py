@@ -88,12 +88,6 @@ class Table:
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
-        if not is_frame(frame):
-            raise TypeError(
-                f"{name} must be a data frame, of pandas or polars say, got "
-                f"{type(frame).__name__}; pandas.read_csv(path) reads one, pandas.DataFrame "
-                "makes one of columns, pandas.concat of several"
-            )
         self._name, self._frame = name, pandas_of(frame)
         self.columns, self.rows = list(self._frame.columns), len(self._frame)
         if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):

@@ -118,26 +118,12 @@ class Conformal:
     def start(self, outputs: Outputs) -> Tensors:
         """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range
         is asked first.
-
-        Raises:
-            ValueError: Numbers are predicted, and an option is for classes.
         """
         if outputs.task == "classification":
             return {
                 "groups": torch.tensor(outputs.count if self.by == "label" else 1),
                 "edges": _ends(0.0, largest_class_score(self.score, outputs.count), HISTOGRAM_BINS),
             }
-        given = {
-            "by": self.by == "label",
-            "score": self.score != "lac",
-            "never_empty": self.never_empty,
-        }
-        idle = [name for name, found in given.items() if found]
-        if idle:
-            raise ValueError(
-                f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a "
-                "regression; leave it out"
-            )
         return {"groups": torch.tensor(1)}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:

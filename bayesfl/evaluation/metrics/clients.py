@@ -180,8 +180,6 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
         2.0
     """
     values = torch.as_tensor(values).detach().to("cpu", torch.float64)
-    if values.dim() != 1:
-        raise ValueError(f"values must be one number a client, [J]; got shape {list(values.shape)}")
     ordered = values[~values.isnan()].sort().values
     return float(ordered[len(ordered) // 10]) if len(ordered) else math.nan
 

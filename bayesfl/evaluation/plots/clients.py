@@ -43,7 +43,7 @@ def labels(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The task is a regression.
+        IndexError: The task is a regression.
 
     >>> clients = bf.data.dirichlet("digits", clients=5, alpha=0.3)
     >>> bf.plots.labels(clients).get_xlabel()
@@ -148,8 +148,7 @@ def collaboration(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The weights are not square, not finite or negative, or `groups` or `names` has
-            another length.
+        ValueError: `names` has another length.
 
     Example:
         >>> bf.plots.collaboration(torch.tensor([[0.9, 0.1], [0.2, 0.8]])).get_xlabel()
@@ -158,17 +157,6 @@ def collaboration(
     shown = np.asarray(
         weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
     )
-    if shown.shape != (len(shown), len(shown)) or not (
-        np.isfinite(shown).all() and (shown >= 0).all()
-    ):
-        raise ValueError(
-            "weights must be finite and >= 0, a row and a column for each client, got shape "
-            f"{list(shown.shape)} and {shown.min():.3g} to {shown.max():.3g}"
-        )
-    if groups is not None and len(groups) != len(shown):
-        raise ValueError(
-            f"groups must name one group for each of {len(shown)} clients, got {len(groups)}"
-        )
     check_names(names, len(shown))
     order = (
         np.arange(len(shown)) if groups is None else np.argsort(np.asarray(groups), kind="stable")

@@ -2,7 +2,7 @@
 that are answered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,20 +63,14 @@ def learning_curves(
     for name, history in histories.items():
         seeds = history if isinstance(history, list | tuple) else [history]
         runs[name] = [getattr(seed, "history", seed) for seed in seeds]
-    if metric is None:
-        # Of a History, a data frame or a mapping.
-        metric = _headline(
-            [list(getattr(r, "columns", r)) for seeds in runs.values() for r in seeds]
-        )
+    # Of a History, a data frame or a mapping.
+    columns = [list(getattr(r, "columns", r)) for seeds in runs.values() for r in seeds]
+    usual = (measure for measure in HEADLINES if all(measure in keys for keys in columns))
+    metric = metric or next(usual, HEADLINES[0])
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
-    for (name, of), look in zip(runs.items(), lines(runs), strict=True):
+    for of, look in zip(runs.values(), lines(runs), strict=True):
         seeds = [_curve(run, x, metric) for run in of]
         common = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
-        if not common:
-            raise ValueError(
-                f"{name!r}: {metric!r} was evaluated at no round"
-                + (" that all seeds share" if len(seeds) > 1 else "")
-            )
         stats = np.array([mean_and_error([seed[at] for seed in seeds]) for at in common])
         ax.plot(
             common,
@@ -146,21 +140,6 @@ def risk_coverage(
         ylim=(0, 1.1 * max(0.001, *settled)),
         xlabel="share of the examples answered",
         ylabel="error rate among the answers",
-    )
-
-
-def _headline(columns: Sequence[Sequence[str]]) -> str:
-    """Find the measure that all runs have and that sums one up."""
-    for measure in HEADLINES:
-        if all(measure in keys for keys in columns):
-            return measure
-    shared = [
-        key for key in (columns[0] if columns else ()) if all(key in keys for keys in columns)
-    ]
-    raise ValueError(
-        f"metric must be given: not every history has {HEADLINES[0]!r}, nor every one "
-        f"{HEADLINES[1]!r}, which are written where a run is evaluated; columns that all have are "
-        f"{shared}"
     )
 
 

@@ -113,6 +113,8 @@ def reliability(
         >>> bf.plots.reliability(result).get_ylabel()
         'accuracy'
     """
+    from mpl_toolkits.axes_grid1 import make_axes_locatable
+
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
     these = None if clients is None else chosen(clients, called)
@@ -120,20 +122,13 @@ def reliability(
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
-        _diagram(ax, _split(ax), pooled)
+        options: dict[str, Any] = {"sharex": ax, "label": "histogram"}
+        beneath = make_axes_locatable(ax).append_axes("bottom", "25%", 0.05, **options)
+        _diagram(ax, beneath, pooled)
         ax.set_title(title or "")
         key(ax, _key(), lift=_height(pooled[1]))
         return ax
-    if by != "client":
-        raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
-    if ax is not None:
-        raise ValueError(
-            "by='client' makes a figure of its own; leave ax out, or draw one client with "
-            "by='pooled', clients=[j], ax=ax"
-        )
     these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
-    if not these:
-        raise ValueError("there is no client with examples to draw; check mask")
     panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [
@@ -173,10 +168,6 @@ def reliability_compare(
         >>> figure.axes[0].get_title()
         'FedAvg'
     """
-    if not entries:
-        raise ValueError(
-            "entries is empty: give at least one {method: result or (probs, labels, mask)}"
-        )
     panels = [_panel(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(
         panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns
@@ -371,16 +362,3 @@ def _key() -> list[Any]:
             label=f"fewer than {_FEW} examples",
         ),
     ]
-
-
-def _split(ax: "Axes") -> "Axes":
-    """Make new axes in the lowest part of where `ax` stood, sharing its x axis."""
-    spec, figure = ax.get_subplotspec(), ax.figure
-    if spec is not None:
-        upper, lower = spec.subgridspec(2, 1, height_ratios=(4, 1), hspace=0.04)
-        ax.set_subplotspec(upper)
-        return figure.add_subplot(lower, sharex=ax, label="histogram")
-    box = ax.get_position()
-    fifth = box.height / 5
-    ax.set_position((box.x0, box.y0 + 1.15 * fifth, box.width, box.height - 1.15 * fifth))
-    return figure.add_axes((box.x0, box.y0, box.width, fifth), sharex=ax, label="histogram")

@@ -1,7 +1,7 @@
 """The forest plot: a coefficient site by site, and of all sites."""
 
 import textwrap
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,30 +15,9 @@ REACH = 5.0
 side; what lies beyond is an arrow."""
 
 
-class BySite(Protocol):
-    """Declare what has estimates by site and without each, as `bf.stats.Fit` and `Mixed`."""
-
-    @property
-    def ratio(self) -> str | None:
-        """Return what the exponential of a coefficient is called, which is drawn in its place; None
-        for the coefficient.
-        """
-        ...
-
-    def by_site(self, term: str, level: float = 0.95) -> Any:
-        """Return a data frame of pandas with a row for each site and a last one of all, and the
-        columns `estimate`, `low`, `high`, `rows` and `why`, the reason where there is none.
-        """
-        ...
-
-    def leave_one_out(self, term: str, level: float = 0.95) -> Any:
-        """Return a data frame of the same form, each site left out in turn."""
-        ...
-
-
 @literal
 def forest(
-    fit: BySite,
+    fit: Any,
     term: str,
     *,
     without: bool = False,
@@ -50,7 +29,7 @@ def forest(
     diamond; ratios on a logarithmic axis.
 
     Args:
-        fit: A fit, whose sites are fitted one by one anew, or a mixed model, whose sites'
+        fit: A `bf.stats.Fit`, whose sites are fitted one by one anew, or a `Mixed`, whose sites'
             posteriors are drawn.
         term: Name of the coefficient.
         without: Whether the rows are estimates without each site in turn, `fit.leave_one_out`, in

@@ -17,28 +17,12 @@ def predictions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given; label by
     label where an example has several.
-
-    Raises:
-        ValueError: There are no labels, two sorts of them, or a result of regression.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
-        if labels is not None or mask is not None:
-            raise ValueError(
-                "a result brings its own labels and mask; leave them out, or pass probabilities "
-                "instead of the result"
-            )
         found = source.predict(source.data.test).places()
-        if found.probs is None:
-            raise ValueError(
-                "this result is of regression, whose diagram is plots.interval_reliability(result)"
-            )
         return found.probs, found.labels, found.mask
     if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
         source, labels, mask = source
-    if labels is None:
-        raise ValueError(
-            "probabilities need labels: pass (probs, labels, mask), or a simulation's result"
-        )
     probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
     mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)

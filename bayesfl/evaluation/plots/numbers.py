@@ -53,8 +53,7 @@ def interval_reliability(
 
     Raises:
         TypeError: A client is neither a name nor a number.
-        ValueError: The source is of classes or of intervals of one level, the shapes do not fit, or
-            a client is not there.
+        ValueError: The shapes do not fit, or a client is not there.
 
     Example:
         >>> mean, variance = torch.zeros(1, 50, 1), torch.ones(1, 50, 1)
@@ -65,8 +64,6 @@ def interval_reliability(
     mean, variance, targets, mask, kind = _predictions(source)
     if clients is not None:
         mask = only(mask, chosen(clients, names_of_results(source, names, len(mask))))
-    if not mask.any():
-        raise ValueError("there is no client with examples to draw; check mask")
     targets = targets[..., None] if targets.dim() == mean.dim() - 1 else targets
     pooled_mean, pooled_targets, everyone = pool(mean, targets, mask)
     pooled = (pooled_mean, variance.flatten(0, 1)[None], pooled_targets, everyone)
@@ -140,18 +137,10 @@ def interval_reliability(
 def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:
     """Find means, variances, targets and mask of a result or of what was given, and the
     distribution.
-
-    Raises:
-        ValueError: They are of classes or of intervals.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
         test = source.data.test
         found = source.predict(test)
-        if found.variance is None:
-            raise ValueError(
-                "predictions of classes, and intervals by quantiles, which have one level, have no "
-                "variance: take plots.reliability, or result.table()"
-            )
         targets, mask = test.padded_labels()
         return (
             found.mean,

@@ -3,14 +3,12 @@ as an image.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bayesfl.base.layout import Layout
-from bayesfl.curvature import Curvature
 from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
 
@@ -19,20 +17,6 @@ if TYPE_CHECKING:
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Ends of the 90 % and 50 % intervals of a marginal, and its median."""
-
-
-class Selected(Protocol):
-    """Declare what has a subnetwork: a `Laplace`, or the inverse of a client's predictor."""
-
-    @property
-    def curvature(self) -> Curvature:
-        """Return the curvature, whose layout says which parameter each weight belongs to."""
-        ...
-
-    @property
-    def indices(self) -> Tensor | None:
-        """Return the indices of the selected weights, [P]; None for all."""
-        ...
 
 
 @literal
@@ -98,7 +82,7 @@ def marginals(
 
 @literal
 def subnetwork(
-    fitted: Selected,
+    fitted: Any,
     *,
     shape: tuple[int, int] | None = None,
     parameter: str | None = None,

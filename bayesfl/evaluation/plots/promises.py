@@ -48,9 +48,6 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     Returns:
         A matplotlib Figure, to be saved by `.savefig`.
 
-    Raises:
-        ValueError: An entry has no rows or no sets.
-
     Example:
         >>> clients = bf.data.iid("digits", clients=3, calibration=0.3)
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
@@ -61,12 +58,6 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         ['coverage', 'set size']
     """
     named: dict[str, Any] = {"": entries} if isinstance(entries, Audit) else dict(entries)
-    for name, found in named.items():
-        if found.held is None or not found.rows.any():
-            raise ValueError(
-                f"the audit{f' {name!r}' * bool(name)} has no rows, or no sets: make sets by "
-                "result.calibrate(Conformal()) before it"
-            )
     most = max(len(found.units) for found in named.values())
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
     # The legend of a narrow one has a column alone.
@@ -125,7 +116,7 @@ def evidence(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
+        ValueError: There is no alarm, or they are raised at different heights.
 
     Example:
         >>> from bayesfl.evaluation.alarm import Alarm
@@ -136,10 +127,7 @@ def evidence(
     named: dict[str, Alarm | Merged] = (
         {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
     )
-    heights = {1 / watch.delta for watch in named.values()}
-    if len(heights) != 1 or not any(len(watch.history) for watch in named.values()):
-        raise ValueError("entries must be alarms of one delta, of which one has seen rows")
-    (height,) = heights
+    (height,) = {1 / watch.delta for watch in named.values()}
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for watch, look in zip(named.values(), lines(named), strict=True):
         all_of = np.concatenate([[1.0], np.asarray(watch.history)])

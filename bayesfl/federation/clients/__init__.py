@@ -1,1 +1,1 @@
-"""What happens at a client: its training, its predictions, what it answers, and its own model."""
+"""A client: its training, its predictions, its answers, and its own model."""

@@ -1,11 +1,11 @@
-"""What is fitted after training: answers to what a method's predictor asks of clients, one after
-the other, however they are asked.
+"""Fits after training: clients answer the questions of a method's predictor, one after the other,
+however they are asked.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils._pytree import tree_map
@@ -27,18 +27,10 @@ Known: TypeAlias = Mapping[str, Tensors]
 """The last states of the surveys of a method's predictor, by their names."""
 
 
-class Conduct(Protocol):
-    """Put a survey to clients: the one thing that a transport does after training."""
-
-    def __call__(self, name: str, survey: Survey[Any], known: Known, /) -> Tensors:
-        """Return a survey's last state.
-
-        Args:
-            name: The survey's name.
-            survey: The survey.
-            known: The last states of the surveys before it.
-        """
-        ...
+Conduct: TypeAlias = Callable[[str, Survey[Any], Known], Tensors]
+"""Put a survey to clients, the one thing that a transport does after training: a survey's name, the
+survey and the last states of those before it, to its own last state.
+"""
 
 
 def next_question(

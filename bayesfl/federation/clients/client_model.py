@@ -25,7 +25,7 @@ from bayesfl.base.described import described, differences
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import words
 from bayesfl.base.numerics import in_own_modes
-from bayesfl.base.options import instance, suggests, whole
+from bayesfl.base.options import suggests, whole
 from bayesfl.base.protocols import (
     Batch,
     FittedPredictor,
@@ -431,8 +431,7 @@ class ClientModel:
         rule = self._rule
         weights = torch.ones(1, dtype=self.dtype)
         if common:
-            parts = algorithm.shared_parts()
-            assert parts is not None
+            parts: Any = algorithm.shared_parts()
             networks = [module_at(algorithm, parts, self.common | {"n": view["n"]})]
         elif isinstance(rule, Mixture):
             pi = view[rule.weights]
@@ -660,8 +659,6 @@ def load_client(
         >>> model
         ClientModel('client 0' after round 1; inputs (64,))
     """
-    if not isinstance(algorithm, Algorithm):
-        instance("algorithm", algorithm, nn.Module, "pass the network, or the method")
     file = only_file(folder("path", path))
     found = files.read_file(file, files.CLIENT, present(device))
     schema, known = found.pop("schema"), found.pop("algorithm")

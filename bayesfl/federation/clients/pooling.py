@@ -26,8 +26,7 @@ def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
         algorithm: A method that has one network on the server.
         rule: The predictor.
     """
-    parts = algorithm.shared_parts()
-    assert parts is not None  # as the server has a network
+    parts: Any = algorithm.shared_parts()
     return Algorithm(
         algorithm.model,
         {name: Block(algorithm.blocks[name].pattern) for name in parts},

@@ -375,8 +375,7 @@ def by_all(engine: Engine, algorithm: Algorithm, common: View, split: ClientData
         common: What `common_view` gives.
         split: The rows, as one client's.
     """
-    parts = algorithm.shared_parts()
-    assert parts is not None  # as there is a common view
+    parts: Any = algorithm.shared_parts()
     views = tree_map(lambda t: t.unsqueeze(0), dict(common)) | {
         "n": torch.ones(1, dtype=split.dtype, device=split.device)
     }

@@ -1,6 +1,4 @@
-"""What a client's model needs of its method to predict, as JSON: by this a client's file loads with
-the network alone.
-"""
+"""Predictor of a client's model as JSON, by which a client's file loads with the network alone."""
 
 from collections.abc import Mapping
 from typing import Any

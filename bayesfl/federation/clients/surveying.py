@@ -26,6 +26,7 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.calibration.steps import any_draws, compares, ends
 from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.predictions import present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
@@ -47,17 +48,7 @@ class Adder(Protocol):
 
 
 def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
-    """Return how a survey's questions are put to clients on this machine.
-
-    Raises:
-        TypeError: The aggregation cannot add answers.
-    """
-    if isinstance(aggregation, type) or not isinstance(aggregation, Adder | None):
-        raise TypeError(
-            "aggregation must be able to add the answers of a survey, as SecureSum() is, got "
-            f"{aggregation!r}"
-        )
-
+    """Return how a survey's questions are put to clients on this machine."""
     if aggregation is None:
         return together(survey, local)
 
@@ -213,8 +204,7 @@ def _worse(before: LocalPredictions, after: LocalPredictions) -> tuple[float, fl
 
 def _losses(known: LocalPredictions) -> Tensor:
     """Return the loss of every known label, in nats."""
-    probs = known.places.predictions.probs
-    assert probs is not None  # as classes have
+    probs = present(known.places.predictions.probs)
     of_label = probs.gather(-1, known.places.labels.unsqueeze(-1)).squeeze(-1).double()
     return -of_label.clamp_min(torch.finfo(probs.dtype).tiny).log()
 

@@ -1,1 +1,1 @@
-"""What the server may not see: secure sums, and privacy of clients."""
+"""Secrets from the server: secure sums, and privacy of clients."""

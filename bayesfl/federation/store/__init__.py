@@ -1,1 +1,1 @@
-"""What a run is, and how it lies in files."""
+"""Files of a run, and its identity."""

@@ -1,5 +1,5 @@
-"""What a method, a network and data are, as JSON, and the one error that lists where two of them
-differ.
+"""Identity of a method, a network and data, as JSON, and the one error that lists where two of
+them differ.
 
 A method of the library is its name, its revision and its options; one that was composed by hand, or
 changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.described`.
@@ -65,7 +65,7 @@ def agreement(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> dict[
 
 
 class Answer(NamedTuple):
-    """What clients have answered to a survey of a method's predictor.
+    """Answers of clients to a survey of a method's predictor.
 
     Args:
         name: The survey's name.

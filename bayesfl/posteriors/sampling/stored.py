@@ -1,5 +1,5 @@
-"""What files of posteriors say of their network and its likelihood, so that a posterior is read for
-the module that it was made for.
+"""The network and its likelihood in files of posteriors, so that a posterior is read for the module
+that it was made for.
 """
 
 import json

@@ -57,7 +57,7 @@ class Target:
     loc: Tensor
     precision: Tensor
     centre: Tensor
-    data: tuple[Data, Tensor | None] | None
+    data: tuple[Any, Any]
     examples: int = 0
     passed: int = 0
     width: tuple[int, ...] = ()
@@ -85,12 +85,11 @@ class Target:
         model = duplicate(model).eval().requires_grad_(False)
         loc = layout.ravel(dict(model.named_parameters()))
         precision, centre = (
-            expanded(name, value, layout.size).to(loc)
-            for name, value in (("precision", precision), ("centre", centre))
+            torch.as_tensor(value).detach().double().expand(layout.size).to(loc)
+            for value in (precision, centre)
         )
-        check_positive(precision)
         likelihood = Categorical() if likelihood is None else likelihood
-        return cls(model, layout, likelihood, loc, precision, centre, None).on(x, y)
+        return cls(model, layout, likelihood, loc, precision, centre, (x, y)).on(x, y)
 
     def on(self, x: Data, y: Tensor | None) -> "Target":
         """Return the same target with these data.
@@ -170,7 +169,6 @@ class Target:
         Raises:
             ValueError: `batch_size` is given beside batches.
         """
-        assert self.data is not None  # as `of` has set them
         whole = one_batch(self.data[0])
         if batch_size is not None and not whole:
             raise ValueError(
@@ -194,7 +192,6 @@ class Target:
         """Yield inputs and labels once, in the model's precision and as the likelihood takes
         them.
         """
-        assert self.data is not None  # as `of` has set them
         for x, y in labelled(*self.data, self.loc):
             labels = checked(self.likelihood, torch.empty(count(x), *self.width, device="meta"), y)
             yield in_precision(x, self.loc.dtype), _floats(labels, self.loc.dtype)
@@ -208,33 +205,6 @@ def _floats(y: Tensor, dtype: torch.dtype) -> Tensor:
 def own(x: Any, like: Tensor) -> Any:
     """Return tensors on the device of `like`, floats in its precision."""
     return in_precision(each(lambda t: t.detach().to(like.device), x), like.dtype)
-
-
-def expanded(name: str, value: float | Tensor, size: int) -> Tensor:
-    """Expand one number, or one for each weight, to [D].
-
-    Raises:
-        ValueError: There are more or fewer numbers.
-    """
-    tensor = torch.as_tensor(value).detach()
-    if tensor.shape not in ((), (1,), (size,)):
-        raise ValueError(
-            f"{name} must be one number or one for each of the {size} weights; got shape "
-            f"{list(tensor.shape)}"
-        )
-    return tensor.double().expand(size)
-
-
-def check_positive(precision: Tensor) -> None:
-    """Check that the precisions of a prior are positive.
-
-    Raises:
-        ValueError: One is not.
-    """
-    if not bool((precision > 0).all()):
-        raise ValueError(
-            f"precision is 1 / variance of the prior and must be > 0, got {float(precision.min())}"
-        )
 
 
 def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from bayesfl.data import from_arrays, from_datasets
 from tests.data.made import arrays, environments
@@ -196,12 +196,12 @@ def numbered(n: int) -> TensorDataset:
         (
             [TensorDataset(*numbered(3).tensors, torch.zeros(3))],
             {},
-            r"\(x, y\), got tuple of length 3.*(?s:.*)in item 0 of datasets\[0\]",
+            r"\(x, y\), got a tuple.*(?s:.*)in item 0 of datasets\[0\]",
         ),
         (
             [numbered(3), [{"image": 1, "label": 2}]],
             {},
-            r"\(x, y\), got dict.*inputs=(?s:.*)item 0 of datasets\[1\]",
+            r"\(x, y\), got a dict.*inputs=(?s:.*)item 0 of datasets\[1\]",
         ),
         (
             [[({"a": torch.zeros(k)}, 0) for k in (2, 3)]],
@@ -236,33 +236,9 @@ def test_datasets_that_do_not_fit_are_named(datasets, options, message):
     ("call", "message"),
     [
         (
-            lambda xs, ys, sets: from_arrays(sets, None),
-            r"^x of client 0 .*got TensorDataset.*from_datasets",
-        ),
-        (
-            lambda xs, ys, sets: from_arrays([DataLoader(s) for s in sets], ys),
-            r"^x of client 0 .*got DataLoader.*from_datasets",
-        ),
-        (lambda xs, ys, sets: from_arrays(sets[0], ys), r"^x .*list.* got one TensorDataset"),
-        (lambda xs, ys, sets: from_arrays(xs, [ys[0], None, ys[2]]), r"^y of client 1 .*got None"),
-        (
-            lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys),
-            r"^x .*list.* got one dict.*client_ids",
-        ),
-        (
-            lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7),
-            r"^y .*nested lists.* got None",
-        ),
-        (
-            lambda xs, ys, sets: from_arrays(xs, ys, test=(sets, None)),
-            "test x of client 0 .* got TensorDataset",
-        ),
-        (lambda xs, ys, sets: from_datasets(sets[0]), r"^datasets .*list.* got one TensorDataset"),
-        (
             lambda xs, ys, sets: from_datasets([[("an image", 1)]]),
             r"'str'(?s:.*)in item 0 of datasets\[0\]",
         ),
-        (lambda xs, ys, sets: from_datasets(sets, test=sets[0]), "test must be a list"),
         (
             lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]),
             r"multiple values for keyword argument 'client_ids'",
@@ -326,8 +302,7 @@ def test_your_arrays_are_copied_once():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda xs, ys: from_arrays(xs, ys[:2]), "x has 3 clients, y has 2"),
-        (lambda xs, ys: from_arrays([], [], client_ids=[]), r"^x is empty.*client_ids"),
+        (lambda xs, ys: from_arrays(xs, ys[:2]), "argument 2 is shorter"),
         (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
         (lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]), r"\[4, 1\].*y\.ravel"),
@@ -348,7 +323,6 @@ def test_your_arrays_are_copied_once():
             "x of client 0 must be an array of numbers, got <U1",
         ),
         (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers, got complex128"),
-        (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
         (lambda xs, ys: from_arrays(xs, ys, names=["a"]), r"^names .*3 clients, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, class_names=["a"]), r"class_names .*3 classes, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, test_share=1.0), r"test_share is a share .* got 1.0"),

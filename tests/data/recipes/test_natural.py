@@ -77,9 +77,8 @@ def test_roles_speak_for_themselves(tmp_path):
         assert len(chunks) == (len(said[role]) - 1) // 80
         assert data.train.counts[j] == int(0.8 * len(chunks))
     assert shakespeare(min_size=4, root=tmp_path).client_names == ("second, KING",)
-    for size, words in ((9, r"min_size=9 .* 6"), (1, r"min_size .*2.* got 1")):
-        with pytest.raises(ValueError, match=words):
-            shakespeare(min_size=size, root=tmp_path)
+    with pytest.raises(ValueError, match=r"min_size .*2.* got 1"):
+        shakespeare(min_size=1, root=tmp_path)
     with pytest.raises(ValueError, match=r"'shakespeare' .*shakespeare\(\)"):
         iid(load("shakespeare", root=tmp_path))
 

@@ -151,11 +151,9 @@ def test_clients_may_have_so_many_examples_at_most(name):
         (lambda: dirichlet(seed=-1), r"^seed .*0.* got -1$"),
         (lambda: iid(seed=-1), r"^seed .*0.* got -1$"),
         (lambda: diabetes(seed=0.5), r"^seed .*got 0.5$"),  # pyright: ignore[reportArgumentType]
-        (lambda: labels_per_client(labels=11), r"labels .*\[1, 10\].* got 11"),
         (lambda: labels_per_client(labels=0), r"^labels .*1.* got 0"),
         (lambda: labels_per_client(labels=2.5), r"^labels .*got 2\.5"),
         (lambda: label_groups(seed=-1), r"^seed .*0.* got -1$"),
-        (lambda: label_groups(labels=11), r"labels .*\[1, 10\].*'digits'.* got 11"),
         (lambda: label_groups(labels=0), r"^labels .*1.* got 0"),
         (lambda: label_groups(labels=2.5), r"^labels .*got 2\.5"),
         (lambda: label_groups(train=0), r"^train .*1.* got 0"),
@@ -186,7 +184,6 @@ def test_clients_may_have_so_many_examples_at_most(name):
         ),
         (lambda: dominant_classes(train=600), r"class 8 .*139 examples.* 172.*`uniform`"),
         (lambda: dominant_classes("diabetes"), "is a regression"),
-        (lambda: dominant_classes(small(3), clients=2), r"'small' .*3 classes.*groups="),
         (lambda: dominant_classes(clients=0), r"^clients .*1.* got 0"),
         (lambda: swapped_labels(groups=0), r"^groups .*1.* got 0"),
         (
@@ -211,7 +208,6 @@ def test_clients_may_have_so_many_examples_at_most(name):
         (lambda: dirichlet(clients=500), r"clients .*143.* sets of 10 training examples, got 500"),
         (lambda: dirichlet(label_clusters=0), r"label_clusters .*1.* got 0"),
         (lambda: shards(shards=0), r"shards .*1.* got 0"),
-        (lambda: shards(clients=720), r"clients .*719.* 2 training examples.* got 720"),
         (lambda: shards("diabetes"), r"shards .*'diabetes' .*regression"),
         (lambda: pachinko("digits", alpha=0), r"alpha .*got 0"),
         (lambda: pachinko("digits", beta=-1.0), r"beta .*got -1"),
@@ -223,7 +219,6 @@ def test_clients_may_have_so_many_examples_at_most(name):
         (lambda: pachinko("diabetes"), r"pachinko .*'diabetes' .*regression"),
         (lambda: iid(clients=0), r"^clients .*1.* got 0"),
         (lambda: iid(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: iid(clients=360), r"clients .*359.*test examples.* got 360"),
         (lambda: diabetes(by="height"), r"^by .*age.* got 'height'"),
         (
             lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4),

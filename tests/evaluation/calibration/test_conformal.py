@@ -257,9 +257,6 @@ def test_what_is_refused(options: dict[str, Any], words: str):
 
 def test_what_does_not_fit_is_refused():
     given, _ = numbers("deviations")
-    for option in ({"by": "label"}, {"score": "aps"}, {"never_empty": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))}=.* is for sets of classes"):
-            fit(Conformal(**option), given, Outputs("regression", 2))
     with pytest.raises(TypeError, match="never_empty"):
         Conformal(never_empty="no")  # pyright: ignore[reportArgumentType] (what is no bool is the point)
     with pytest.raises(ValueError, match="labels of these predictions are not known"):

@@ -243,18 +243,3 @@ def test_compare(tmp_path: Path):
     with atomic_path(tmp_path / "compare.png") as temporary:
         figure.savefig(temporary)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_errors_name_the_remedy():
-    """At the boundary, before anything is drawn."""
-    case = federation()
-    nobody = (case[0], case[1], torch.zeros_like(case[2]))
-    for given, options, words in (
-        (case, {"by": "all"}, r"by must be .*got 'all'"),
-        (case, {"by": "client", "ax": Figure().add_subplot()}, "leave ax out"),
-        (nobody, {"by": "client"}, "no client with examples"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plots.reliability(*given, **options)
-    with pytest.raises(ValueError, match="entries is empty"):
-        plots.reliability_compare({})

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.predictions import Predictions
@@ -32,20 +31,3 @@ def test_sources_are_equivalent():
     assert [bar.get_height() for bar in bars(single, "accuracy")] == [
         bar.get_height() for bar in bars(chosen, "accuracy")
     ]
-    for given, words in ((result, labels), "brings its own"), ((probs,), "need labels"):
-        with pytest.raises(ValueError, match=words):
-            plots.reliability(*given)
-
-
-def test_a_regression_has_no_reliability_diagram():
-    """The message says what a regression has instead."""
-
-    class Regression:
-        class data:
-            test = None
-
-        def predict(self, split):
-            return Predictions(torch.ones(1, 1).bool(), torch.zeros(1, 1))
-
-    with pytest.raises(ValueError, match="interval_reliability"):
-        plots.reliability(Regression())

@@ -8,7 +8,7 @@ from torch import Tensor
 import bayesfl as bf
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.metrics import coverage, pit_histogram
-from bayesfl.likelihoods import Poisson, Quantiles
+from bayesfl.likelihoods import Poisson
 from tests.cases import run
 from tests.evaluation.plots.made import bars
 
@@ -58,7 +58,7 @@ def test_the_diagram_shows_coverage_and_histogram(own: bool):
 
 
 def test_results_bring_their_distribution():
-    """Of counts; of some clients alone; classes and quantiles are refused with what to take."""
+    """Of counts; of some clients alone."""
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)).numpy()
     y = np.random.default_rng(0).poisson(np.exp(x[:, 0])).astype(float)
     data = bf.data.from_arrays(x, y, client_ids=["Bern", "Chur"] * 30, task="regression")
@@ -78,18 +78,5 @@ def test_results_bring_their_distribution():
         distribution="counts",
     )
     assert lines(ax, "client")[0].get_ydata()[9] == pytest.approx(float(wanted[1]))
-    with pytest.raises(ValueError, match=r"interval_reliability\(result\)"):
-        plots.reliability(result)
     with pytest.raises(ValueError, match="Genf"):
         plots.interval_reliability(result, clients=["Genf"])
-    ends = run(
-        bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=2), likelihood=Quantiles()), data
-    )
-    with pytest.raises(ValueError, match=r"one level, .*result\.table\(\)"):
-        plots.interval_reliability(ends)
-
-
-def test_what_does_not_fit():
-    mean, variance, targets, mask = case()
-    with pytest.raises(ValueError, match="no client with examples"):
-        plots.interval_reliability((mean, variance, targets, mask & False))

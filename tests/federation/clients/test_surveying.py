@@ -15,7 +15,6 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import SecureSum
-from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.private import secure as secure_sums
@@ -115,11 +114,6 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
             ValueError,
             r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
             r"range=\d+",
-        ),
-        (
-            lambda: result.calibrate(Temperature(), aggregation="secure"),
-            TypeError,
-            "aggregation must be able to add the answers of a survey",
         ),
         (
             lambda: SecureSum().added({3: {"g": torch.ones(())}}),
@@ -351,7 +345,7 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
     """
     _, plain = personal
     served = plain.calibrate(Temperature(), Conformal())
-    for wrong in ([Temperature()], Counting("client", ()), Temperature):
+    for wrong in ([Temperature()], Temperature):
         with pytest.raises(TypeError, match="steps must be steps of calibration"):
             plain.calibrate(wrong)
     for one, steps, words in (
