@@ -1,6 +1,6 @@
 """What a user's script does, as digests: the same lines on one process and on torchrun's ranks.
 
-`python -m tests.federation.ranks.program FILE [NAME ...]` writes what rank 0 finds.
+`python -m tests.federation.ranks.program FILE NAME ...` writes what each rank finds.
 """
 
 import json
@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 import bayesfl as bf
-from bayesfl.base.processes.ranks import current
+from bayesfl.base.processes.ranks import LostRankError, current
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
 from tests.cases import CASES, federation
@@ -204,23 +205,38 @@ EVERY = SPECIAL | {str(case): lambda case=case: told(run(case(model()))) for cas
 
 
 def found(names: list[str], folder: str) -> dict[str, Any]:
-    """What each of some cases says, as JSON gives it back; all of them for no names."""
+    """What each of some cases says, as JSON gives it back, and how often each client stepped."""
     FOLDER[:] = [folder]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    made = {name: EVERY[name]() for name in names or EVERY}
+    made: dict[str, Any] = {}
+    train = Local.run
+    for name in names:
+        steps: Counter[int] = Counter()
+
+        def counted(
+            self: Local, stage: Any, ids: np.ndarray, *more: Any, steps: Any = steps, **options: Any
+        ) -> Any:
+            steps.update(ids.tolist())
+            return train(self, stage, ids, *more, **options)
+
+        with patch.object(Local, "run", counted):
+            made[name] = {"said": EVERY[name](), "steps": steps}
     return json.loads(json.dumps(made, default=repr))
 
 
+def apart() -> str:
+    """What a rank is told of a call that another leaves out."""
+    result = run(fedavg())
+    try:
+        if bf.rank() == 0:
+            result.predict()
+        run(fedavg())
+    except LostRankError as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
-    steps: Counter[int] = Counter()
-    train = Local.run
-
-    def counted(self: Local, stage: Any, ids: np.ndarray, *more: Any, **options: Any) -> Any:
-        """Run a chunk, and count its clients."""
-        steps.update(ids.tolist())
-        return train(self, stage, ids, *more, **options)
-
-    Local.run = counted
-    said = found(sys.argv[2:], f"{sys.argv[1]}-files")
-    Path(f"{sys.argv[1]}.{bf.rank()}").write_text(json.dumps({"steps": steps, "said": said}))
+    made = found(sys.argv[2:], f"{sys.argv[1]}-files") | {"apart": apart()}
+    Path(f"{sys.argv[1]}.{bf.rank()}").write_text(json.dumps(made))
