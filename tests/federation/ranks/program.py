@@ -13,18 +13,22 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pandas as pd
 import torch
 
 import bayesfl as bf
 from bayesfl.base.processes.ranks import LostRankError, current
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
+from bayesfl.stats.asking import Sums
 from tests.cases import CASES, federation
 from tests.contract.test_after import CHOSEN, STEPS, digest, network
 from tests.contract.test_after import clients as asked
 
 ENGINE = bf.Engine(chunk=2, workers=1)
 """Seven clients are four chunks."""
+TAKEN: Counter[Any] = Counter()
+"""How often each client of a case has stepped at this rank, and each site has answered."""
 FOLDER: list[str] = []
 """The folder of files, which all ranks see."""
 
@@ -125,8 +129,32 @@ def private() -> Any:
 
 
 def surveyed() -> Any:
-    """Sums over rows, and a regression."""
-    return [repr(bf.survey(Rows(), federation()))]
+    """Sums over rows, regressions, and an error of one site; each site answers at one rank."""
+    rng, own = np.random.default_rng(0), Sums.of_site
+    frames = {
+        name: pd.DataFrame({"dose": rng.normal(size=n), "age": rng.normal(size=n)})
+        for name, n in (("north", 20), ("south", 35), ("west", 25), ("east", 30))
+    }
+    ill = {name: frame.assign(ill=rng.random(len(frame)) < 0.4) for name, frame in frames.items()}
+
+    def fitted(terms: list[str], family: Any = "binomial") -> Any:
+        return bf.stats.glm(bf.stats.tables(ill, outcome="ill", terms=terms), family=family)
+
+    def counted(self: Sums, state: Any, site: Any, place: int) -> Any:
+        TAKEN[site.name] += 1
+        return own(self, state, site, place)
+
+    with patch.object(Sums, "of_site", counted):
+        both = fitted(["dose", "age"])
+    compared = both.compare(fitted(["dose"]))
+    ill["west"]["ill"] = -1
+    try:
+        fitted(["dose"], "poisson")
+    except ValueError as error:
+        refused = str(error)
+    total = bf.survey(Rows(), federation())
+    told = digest({"loc": both.estimate, "of": both.covariance})
+    return [repr(total), told, compared, refused]
 
 
 class Rows:
@@ -144,6 +172,7 @@ class Rows:
 
     def answer(self, state: Any, local: Any) -> Any:
         """Return each client's number of rows."""
+        TAKEN.update(local.ids.tolist())
         return {"n_rows": torch.tensor([len(y) for _, y in local])}
 
     def solve(self, state: Any, total: Any) -> Any:
@@ -211,17 +240,15 @@ def found(names: list[str], folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     made: dict[str, Any] = {}
     train = Local.run
+
+    def counted(self: Local, stage: Any, ids: np.ndarray, *more: Any, **options: Any) -> Any:
+        TAKEN.update(ids.tolist())
+        return train(self, stage, ids, *more, **options)
+
     for name in names:
-        steps: Counter[int] = Counter()
-
-        def counted(
-            self: Local, stage: Any, ids: np.ndarray, *more: Any, steps: Any = steps, **options: Any
-        ) -> Any:
-            steps.update(ids.tolist())
-            return train(self, stage, ids, *more, **options)
-
+        TAKEN.clear()
         with patch.object(Local, "run", counted):
-            made[name] = {"said": EVERY[name](), "steps": steps}
+            made[name] = {"said": EVERY[name](), "steps": dict(TAKEN)}
     return json.loads(json.dumps(made, default=repr))
 
 
