@@ -167,6 +167,7 @@ class Ranks(Alone):
     def relay(self, state: T, step: Callable[[T], T]) -> T:
         """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
         about, last, error = self._call(), self.size - 1, None
+        about["call"][1] += ", a sum"  # which no other exchange of the same call is
         now = about | {"value": state, "error": None, "rank": 0}
         if self.rank:
             now = unpacked(self._receive(self.rank - 1))
