@@ -252,16 +252,19 @@ def found(names: list[str], folder: str) -> dict[str, Any]:
     return json.loads(json.dumps(made, default=repr))
 
 
-def apart() -> str:
-    """What a rank is told of a call that another leaves out."""
-    result = run(fedavg())
-    try:
-        if bf.rank() == 0:
-            result.predict()
-        run(fedavg())
-    except LostRankError as error:
-        return str(error)
-    return ""
+def apart() -> list[str]:
+    """What a rank is told of a call that another leaves out, and of one with other options."""
+    result, leads, said = run(fedavg()), bf.rank() == 0, []
+    folder = f"{FOLDER[0]}-apart" if leads else None
+    for call in (
+        lambda: result.predict() if leads else run(fedavg()),
+        lambda: run(fedavg(), checkpoint=folder),
+    ):
+        try:
+            call()
+        except LostRankError as error:
+            said.append(str(error))
+    return said
 
 
 if __name__ == "__main__":
