@@ -241,7 +241,7 @@ class Adapted(nn.Module):
         return self.layer(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
 
 
-def trained(network: nn.Module, x: Tensor, y: Tensor, *, steps: int = 300) -> nn.Module:
+def trained(network: nn.Module, x: Tensor, y: Tensor, *, steps: int) -> nn.Module:
     """A network after steps of Adam on pooled data."""
     optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
     for _ in range(steps):
@@ -268,7 +268,7 @@ def adapters(size: Size, root: Path | None) -> Part:
         head = nn.Linear(64, clients.outputs)
         norm = nn.BatchNorm1d(128)
         whole = nn.Sequential(first, norm, nn.ReLU(), second, nn.ReLU(), head)
-        trained(whole, x[:2000].float().flatten(1) / 255, y[:2000])
+        trained(whole, x[:2000].float().flatten(1) / 255, y[:2000], steps=15 * size.rounds)
         norm.eval().requires_grad_(False)
         low = [Adapted(layer, 4, 0.1) for layer in (first, second)]
         body = nn.Sequential(low[0], norm, nn.ReLU(), low[1], nn.ReLU())

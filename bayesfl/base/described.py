@@ -389,13 +389,18 @@ def _of_lambda(code: types.CodeType) -> str:
     ]
     found = [
         node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Lambda)
-        and all(_starts(node.body) <= place < _ends(node.body) for place in places)
+        for node in _lambdas(text)
+        if all(_starts(node.body) <= place < _ends(node.body) for place in places)
     ]
     if not found or not places:  # as where Python keeps no columns
         raise OSError(f"no lambda in line {code.co_firstlineno}")
     return ast.get_source_segment(text, max(found, key=_starts)) or ""  # the innermost
+
+
+@functools.lru_cache(maxsize=8)
+def _lambdas(text: str) -> list[ast.Lambda]:
+    """Return the lambdas of a file, which is long beside each of them."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
 
 
 def _starts(node: ast.expr) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from bayesfl.base.options import Count, Natural, Range, declared, typed
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.history import History
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -130,18 +129,6 @@ class Settings:
             else _successes(clients, self.participation, min(2, clients), rng)
         )
         return np.sort(rng.permutation(clients)[:size])
-
-    def took_part(self, clients: int, history: History, round: int) -> np.ndarray:
-        """Return the ids of clients whose work is in the server's state of a round, counted from 1,
-        ascending.
-
-        Raises:
-            KeyError: There was no such round.
-            ValueError: As by `cohort`.
-        """
-        taken = {row["round"]: row.get("cohort") for row in history}[round]
-        drawn = self.cohort(clients, round - 1)
-        return np.setdiff1d(drawn if taken else drawn[:0], history.absent.get(round, ()))
 
     def evaluates(self, round: int) -> bool:
         """Say whether the models are evaluated after this round, counted from 0."""

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -54,11 +53,6 @@ class Before:
 
     places: tuple[Place | None, ...]
     starts: Mapping[str, View]
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> "Before":
-        """Return what a file holds."""
-        return cls(tuple(one and Place(**one) for one in found["places"]), found["starts"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +126,11 @@ class Deployed(Run):
         """Return words for this state, in which a run that begins from it keeps what it
         began from.
         """
-        what = f"round {self.round} of experiment {self.experiment}"
-        state = {"server": self.server, "start": self.start}
-        return in_words(what, (*self.names, *self.base), state)
+        return in_words(
+            f"round {self.round} of experiment {self.experiment}",
+            (*self.names, *self.base),
+            {"server": self.server, "start": self.start},
+        )
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one
@@ -211,7 +207,10 @@ DEPLOYMENT = files.FileKind(
         "keys": files.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
         "before": files.Entry(
-            lambda one: one and asdict(one), lambda one: one and Before.read(one)
+            lambda one: one and asdict(one),
+            lambda one: (
+                one and Before(tuple(at and Place(**at) for at in one["places"]), one["starts"])
+            ),
         ),
         "calibration": files.Entry(files.described_steps, files.read_steps),
         "after": files.AFTER,
@@ -304,10 +303,11 @@ def taken_up(
     settings: Settings,
     clients: int,
     dtype: torch.dtype,
+    session: str,
     calibration: tuple[Step, ...],
 ) -> Deployed:
-    """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other
-    change would make it another experiment.
+    """Return a saved state in a new session and under new settings; `rounds` and `evaluate_every`
+    may change, any other change would make it another experiment.
 
     Steps of calibration stay fitted where these are the same.
 
@@ -322,7 +322,10 @@ def taken_up(
     )
     same = calibration == saved.calibration
     after = saved.after if same else answers_of(saved.answers, saved.algorithm)
-    return replace(saved, settings=settings, calibration=calibration, after=after)
+    sessions = (*saved.sessions, session)
+    return replace(
+        saved, settings=settings, sessions=sessions, calibration=calibration, after=after
+    )
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:

@@ -80,9 +80,14 @@ def leaves(
         known[name], sizes = _pretended(survey, about)
         sums = f"sums over {survey.split} rows: {getattr(survey, 'sums', name)}"
         found += [Sent("each evaluation", key, size, sums) for key, size in sizes.items()]
-    measures = "measures on the client's test and validation rows, one number each"
     found += [
-        Sent("each evaluation", name, 1, measures) for name in (*records.MEASURES, "your own")
+        Sent(
+            "each evaluation",
+            name,
+            1,
+            "measures on the client's test and validation rows, one number each",
+        )
+        for name in (*records.MEASURES, "your own")
     ]
     for step in calibration:
         when = f"after training, {type(step).__name__}"

@@ -143,7 +143,13 @@ class Journey:
             sends = client in senders
             try:
                 self.traffic["bytes_up"] += _size(reply)
-                message = _message(reply, most if sends else None)
+                message = Message(
+                    records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
+                    if sends
+                    else {},
+                    records.setting(reply, "round", int),
+                    records.setting(reply, "protocol", int),
+                )
                 reason = objection(message, round.declared if sends else {}, round.number)
             except records.RecordError as error:
                 yield Absence(client, str(error))
@@ -169,22 +175,6 @@ class Journey:
             reported,
             np.array([np.nan if loss is None else loss]),
         )
-
-
-def _message(reply: RecordDict, most: int | None) -> Message:
-    """Return a client's reply as a `Message`; `most` is None for a client outside the cohort, which
-    only reports that it trained.
-
-    Raises:
-        RecordError: The reply is malformed, or has more than `most` bytes.
-    """
-    return Message(
-        {}
-        if most is None
-        else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most),
-        records.setting(reply, "round", int),
-        records.setting(reply, "protocol", int),
-    )
 
 
 def _size(content: RecordDict) -> int:

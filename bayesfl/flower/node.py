@@ -21,7 +21,6 @@ from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.data.split import Change
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.calibration.steps import any_draws, compares
@@ -52,10 +51,6 @@ log = logging.getLogger(__name__)
 def ordered(work: Callable[["Node", Order], RecordDict]) -> Callable[["Node", Message], RecordDict]:
     """Return how a client answers a message that has a request of the server."""
     return lambda node, message: work(node, node.order(message))
-
-
-def _described(change: Change | None) -> str:
-    return "" if change is None else digest_of(change)
 
 
 @dataclass(frozen=True)
@@ -120,8 +115,8 @@ class Node:
             "splits": [s for s in self.data.splits if self.examples(s)],
         }
         for kind, text in (
-            ("transform", _described(train.transform)),
-            ("augment", _described(train.augment)),
+            ("transform", "" if train.transform is None else digest_of(train.transform)),
+            ("augment", "" if train.augment is None else digest_of(train.augment)),
             ("columns", "" if made is None else made.to_json()),
         ):
             keyed = hmac.new(self.secret.encode(), text.encode(), "sha256").hexdigest()
@@ -351,8 +346,9 @@ class Node:
                     reply[CALIBRATED] = MetricRecord(dict(self._measures(predicted)))
                 tensors = predicted.predictions.tensors
                 kept = {key: t for key, t in tensors.items() if key not in ("mask", "labels")}
-                content = {"round": order.round, "predictions": kept}
-                self.states(order.experiment).keep("predictions", content)
+                self.states(order.experiment).keep(
+                    "predictions", {"round": order.round, "predictions": kept}
+                )
         if order.calibrated or not self.calibration:  # the last that is asked about this state
             self.states(order.experiment).forget_kept()
         return records.message(reply, share=self.shares)

@@ -155,9 +155,9 @@ def _same_code(message: Message, algorithm: Algorithm, agreed: dict[str, Any]) -
         theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
         apart: dict[str, tuple[Any, Any]] = {}
         if theirs:
-            both = (theirs["calibration"], agreed["calibration"])
-            apart = method_differences(theirs, algorithm)
-            apart |= differences(*both, "calibration", absent="its default")
+            apart = method_differences(theirs, algorithm) | differences(
+                theirs["calibration"], agreed["calibration"], "calibration", absent="its default"
+            )
         said = [f"{at} is {here} here and {there} there" for at, (there, here) in apart.items()]
         raise Refused(
             "the server runs another method or calibration, or one with other options"

@@ -189,11 +189,12 @@ def orders(
             "kept_in": kept_at.experiment,
             "kept_as": kept_at.client,
         }
-        content = {
-            "config": ConfigRecord(config),
-            **({"common": shared, "own": own} if whole else {}),
-            **({"told": told} if whole and told is not None else {}),
-            **({} if states is None else {"survey_states": states}),
-        }
-        found[client] = RecordDict(content)
+        found[client] = RecordDict(
+            {
+                "config": ConfigRecord(config),
+                **({"common": shared, "own": own} if whole else {}),
+                **({"told": told} if whole and told is not None else {}),
+                **({} if states is None else {"survey_states": states}),
+            }
+        )
     return found

@@ -4,7 +4,6 @@ again where a client of it is lost.
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,16 @@ RESTARTS = 3
 """How often a survey begins again because a client of its cohort did not answer."""
 
 
-@dataclass
-class Questions:
-    """The questions of one survey, which the server asks after training.
+def conducted(
+    network: Connection,
+    admission: Admission,
+    run: Deployed,
+    kept: Collection[tuple[str, ...]],
+    survey: Survey[Any],
+    name: str,
+    outputs: Outputs,
+) -> Tensors:
+    """Conduct a survey among the clients that have rows in its split, and return its last state.
 
     The first question brings the model, by which a client predicts once; those that answer are the
     survey's cohort. Further questions go to them alone, without the model but for surveys of the
@@ -36,81 +42,65 @@ class Questions:
         network: The connection to the clients.
         admission: Whether a client that does not answer stops the run, and how many answers are
             needed.
-        state: The federation.
+        run: The federation, with the steps of calibration that are fitted.
         kept: As of `orders`.
         survey: The survey.
         name: Its name in messages.
-        before: The last states of the surveys before it, by their names.
-        cohort: The clients that have answered; None before the first question.
+        outputs: What is predicted.
+
+    Raises:
+        ValueError: As by `bayesfl.base.surveys.conduct`.
+        BadClients: A client does not answer, or wrongly, and bad clients stop the run.
+        FailedSurvey: Clients were lost each of the times that it began.
     """
-
-    network: Connection
-    admission: Admission
-    state: Deployed
-    kept: Collection[tuple[str, ...]]
-    survey: Survey[Any]
-    name: str
-    before: Mapping[str, Tensors]
+    what, roster, begun = type(survey).__name__, network.roster, 0
     cohort: list[int] | None = None
+    before = {str(place): one.state for place, one in enumerate(run.steps)}
 
-    def conduct(self, outputs: Outputs) -> Tensors:
-        """Conduct the survey among the clients that have rows in its split, and return its last
-        state.
-
-        Args:
-            outputs: What is predicted.
-
-        Raises:
-            ValueError: As by `bayesfl.base.surveys.conduct`.
-            BadClients: A client does not answer, or wrongly, and bad clients stop the run.
-            FailedSurvey: Clients were lost each of the times that it began.
-        """
-        what, begun = type(self.survey).__name__, 0
-        while True:
-            try:
-                return conduct(self.survey, self, outputs)
-            except FailedSurvey as error:
-                begun, self.cohort = begun + 1, None
-                if begun > RESTARTS:
-                    raise FailedSurvey(
-                        f"{what} is given up after it began {begun} times: {error}; start the "
-                        "server again, with its folder of checkpoints, when the clients are back"
-                    ) from error
-                log.warning("%s begins again: %s", what, error)
-
-    def __call__(self, state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        """Put a question, and return the sum of the answers."""
-        roster, cohort = self.network.roster, self.cohort
+    def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        nonlocal cohort
         if cohort is None:
-            roster.look(self.network.grid)
+            roster.look(network.grid)
         messages = orders(
-            self.state,
-            np.array(roster.having(self.survey.split) if cohort is None else cohort, np.int64),
+            run,
+            np.array(roster.having(survey.split) if cohort is None else cohort, np.int64),
             set(),
-            self.kept,
-            tolerant=self.admission.skips,
-            survey=self.name,
-            survey_states={**self.before, self.name: state},
+            kept,
+            tolerant=admission.skips,
+            survey=name,
+            survey_states={**before, name: state},
             # A predictor's survey is made of the model, which a client does not keep; one of heads
             # is made of what the client keeps.
-            whole=cohort is None or getattr(self.survey, "reads", "head") != "head",
+            whole=cohort is None or getattr(survey, "reads", "head") != "head",
         )
         found: dict[int, Tensors] = {}
-        replies = self.network.ask("query.survey", messages, group=f"survey-{self.name}")
+        replies = network.ask("query.survey", messages, group=f"survey-{name}")
         for client, answer, _ in answers(replies, shapes):
             if not isinstance(answer, ValueError):
                 found[client] = answer
                 continue
             who = roster.called(client)
-            if not self.admission.skips:
+            if not admission.skips:
                 raise BadClients(f"{who} has no part in a survey: {answer}") from answer
-            log.warning("%s has no part in %s: %s", who, type(self.survey).__name__, answer)
-        if cohort is None and len(found) < self.admission.min_clients:
+            log.warning("%s has no part in %s: %s", who, what, answer)
+        if cohort is None and len(found) < admission.min_clients:
             raise FailedSurvey(
-                f"{len(found)} clients answered and {self.admission.min_clients} are needed "
+                f"{len(found)} clients answered and {admission.min_clients} are needed "
                 "(min_clients)"
             )
         if missing := [roster.called(client) for client in cohort or () if client not in found]:
             raise FailedSurvey(f"{', '.join(missing)} did not answer a further question")
-        self.cohort = sorted(found)
+        cohort = sorted(found)
         return total(found)
+
+    while True:
+        try:
+            return conduct(survey, ask, outputs)
+        except FailedSurvey as error:
+            begun, cohort = begun + 1, None
+            if begun > RESTARTS:
+                raise FailedSurvey(
+                    f"{what} is given up after it began {begun} times: {error}; start the "
+                    "server again, with its folder of checkpoints, when the clients are back"
+                ) from error
+            log.warning("%s begins again: %s", what, error)

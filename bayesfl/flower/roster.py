@@ -114,8 +114,10 @@ class Hello(ABC):
         content = records.message({}, **self.hello)
         for node in sorted(self.there.keys() - self.nodes.values()):
             if now >= self._asked.get(node, (None, now))[1]:
-                id = push(grid, "query", node, content, timeout=self.patience, group="hello")
-                self._asked[node] = (id, now + self.patience)
+                self._asked[node] = (
+                    push(grid, "query", node, content, timeout=self.patience, group="hello"),
+                    now + self.patience,
+                )
         self._hear(grid)
         return self.nodes != before
 

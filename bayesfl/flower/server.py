@@ -45,7 +45,7 @@ from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection, Journey
 from bayesfl.flower.orders import orders
 from bayesfl.flower.post import REMIND, Failure
-from bayesfl.flower.questions import Questions
+from bayesfl.flower.questions import conducted
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import state_name
 
@@ -231,24 +231,22 @@ class _OverFlower:
         before = deployed.opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and checkpoints(self.folder):
             saved = deployed.load(self.folder, algorithm)
-            state = deployed.taken_up(saved, settings, clients, dtype, self.calibration)
+            state = deployed.taken_up(saved, settings, clients, dtype, session, self.calibration)
             if before is not None:
                 warm.refuse_other_start(self.folder, state.began, before.origin)
-            state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
         elif before is not None and settings.rounds:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
         agreed = agreement(algorithm, self.calibration)
-        hello = {
-            "algorithm": digest_of(agreed),
-            "agreement": json.dumps(agreed),  # so that a node can say where its own differs
-            "experiment": experiment,
-        }
         roster = Roster(
             clients,
-            hello,
+            {
+                "algorithm": digest_of(agreed),
+                "agreement": json.dumps(agreed),  # so that a node can say where its own differs
+                "experiment": experiment,
+            },
             # Answers are read between rounds, and a round may last `timeout` seconds.
             patience=2 * self.timeout + REMIND,
             keys=dict(state.keys if state else {}),
@@ -287,10 +285,9 @@ class _OverFlower:
         self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
-            places = state.before.places
+            places = enumerate(state.before.places)
             state = self._adapted(
-                state,
-                [j for j, place in enumerate(places) if place is None and not state.base[j]],
+                state, [j for j, place in places if place is None and not state.base[j]]
             )
             self.save(state)
         return state
@@ -373,10 +370,9 @@ class _OverFlower:
         return Outputs(cast(Task, task), count)
 
     def _conduct(self, state: Deployed, survey: Survey[Any], name: str) -> Tensors:
-        """Return the last state of a survey, see `Questions`."""
+        """Return the last state of a survey, see `conducted`."""
         asked = self.network, self.admission, state, self._named(state)
-        before = {str(place): one.state for place, one in enumerate(state.steps)}
-        return Questions(*asked, survey, name, before).conduct(self._outputs(state))
+        return conducted(*asked, survey, name, self._outputs(state))
 
     def calibrate(self, state: Deployed) -> Deployed:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is

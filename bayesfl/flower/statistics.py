@@ -86,8 +86,9 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         except (Refused, records.RecordError):  # whose words are the library's own
             raise
         except Exception as error:  # whose words may be data
-            told = f"it failed with {type(error).__name__}; its own log says more"
-            raise Refused(told) from error
+            raise Refused(
+                f"it failed with {type(error).__name__}; its own log says more"
+            ) from error
 
     return app_of(here, {"query": _AtSite.hello, "query.survey": _AtSite.survey})
 

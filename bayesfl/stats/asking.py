@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from bayesfl.base.display.html import table, text
 from bayesfl.base.options import instance
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import (
     NotNegative,
@@ -57,11 +59,14 @@ class SiteSurvey(ABC):
         """Return the shapes of a site's answer; see `Survey`."""
 
     def answer(self, state: Tensors, local: Tables) -> Tensors:
-        """Return the answers of all sites of `local`, [J, ...]."""
-        found = [
-            self.of_site(state, site, int(place))
-            for site, place in zip(local.sites, local.ids, strict=True)
-        ]
+        """Return the answers of all sites of `local`, [J, ...], each computed at one rank."""
+        own = current().dealt([len(site.x) for site in local.sites])
+
+        def make() -> list[Tensors]:
+            pairs = zip(local.sites[own], local.ids[own].tolist(), strict=True)
+            return [self.of_site(state, site, place) for site, place in pairs]
+
+        found = list(chain(*current().every(make)))
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
     @abstractmethod

@@ -17,6 +17,7 @@ from torch import Tensor
 from bayesfl.base.display.html import facts, picture, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.display.sheet import Sheet, Shown, of_frame
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
@@ -379,7 +380,7 @@ class Fit(Refits):
                 f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
                 "and do not compare"
             )
-        key = secrets.token_hex(16)
+        key = current().every(lambda: secrets.token_hex(16))[0]
         here, there = (fit._asked("used rows", key) for fit in (self, other))
         if others := [site for site in here | there if here.get(site) != there.get(site)]:
             raise ValueError(

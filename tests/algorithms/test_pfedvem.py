@@ -232,11 +232,11 @@ def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
     everything stays finite.
     """
     alone = clients.select([2])
-    algorithm = exact("before", scale_floor=1e-2, head_optimiser=HEAVY(1e-5))
+    algorithm = exact("before", scale_floor=5e-2)
     result = bf.simulate(
-        algorithm, alone, rounds=4000, dtype=torch.float64, evaluate_every=None, progress=False
+        algorithm, alone, rounds=300, dtype=torch.float64, evaluate_every=None, progress=False
     )
-    assert_close(result.private["rho2"], torch.tensor([1e-4]).double())
+    assert_close(result.private["rho2"], torch.tensor([2.5e-3]).double())
     x, y = (t.double() for t in alone.train.client(0))
     assert_close(
         result.server["head"]["loc"],

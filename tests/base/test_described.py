@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,23 +79,28 @@ def test_functions_are_their_source():
 
 PROGRAM = """
 import sys
-sys.path.insert(0, {folder!r})
 import json
-import mine
 from bayesfl.base.described import described
-print(json.dumps(described(mine.{name})))
+sys.dont_write_bytecode = True
+start = sys.path.copy()
+for place in sys.argv[1:]:
+    sys.path = [place, *start]
+    sys.modules.pop("mine", None)
+    import mine
+    print(json.dumps(described(eval(open(f"{place}/name").read(), vars(mine)))))
 """
 
 
-def described_in(folder: Path, text: str, name: str = "double"):
-    """The description of a function of a module with this text, made in another process."""
-    (folder / "mine.py").write_text(text)
-    code = PROGRAM.format(folder=str(folder), name=name)
-    return json.loads(
-        subprocess.run(
-            [sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-    )
+def described_in(folder: Path, *texts: tuple[str, str]) -> list[Any]:
+    """The descriptions of what stands in modules with these texts, made in another process."""
+    places = [folder / str(place) for place in range(len(texts))]
+    for place, (text, name) in zip(places, texts, strict=True):
+        place.mkdir()
+        (place / "mine.py").write_text(text)
+        (place / "name").write_text(name)
+    made = [sys.executable, "-c", PROGRAM, *map(str, places)]
+    said = subprocess.run(made, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in said.splitlines()]
 
 
 @pytest.mark.slow
@@ -103,19 +109,21 @@ def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
     of its own code changes it.
     """
     text = "def double(x):\n    return 2 * x\n"
-    first = described_in(tmp_path, text)
-    assert first["name"] == "mine.double"
-    assert (
-        described_in(tmp_path, f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}")
-        == first
-    )
     told = 'def double(\n    x,  # a number\n):\n    """Twice as much."""\n\n    return 2*x\n'
-    assert described_in(tmp_path, told) == first
-    assert described_in(tmp_path, text.replace("2", "3")) != first
     kind = "class Doubled:\n    by = 2\n\n    def __call__(self, x):\n        return self.by * x\n"
-    class_ = described_in(tmp_path, kind, "Doubled()")
-    assert described_in(tmp_path, kind.replace("self.by *", "self.by  *  "), "Doubled()") == class_
-    assert described_in(tmp_path, kind.replace("* x", "+ x"), "Doubled()") != class_
+    first, moved, laid_out, altered, *of_class = described_in(
+        tmp_path,
+        (text, "double"),
+        (f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}", "double"),
+        (told, "double"),
+        (text.replace("2", "3"), "double"),
+        (kind, "Doubled()"),
+        (kind.replace("self.by *", "self.by  *  "), "Doubled()"),
+        (kind.replace("* x", "+ x"), "Doubled()"),
+    )
+    assert first["name"] == "mine.double"
+    assert first == moved == laid_out != altered
+    assert of_class[0] == of_class[1] != of_class[2]
 
 
 def test_what_has_no_source_has_code_or_is_anonymous():

@@ -220,21 +220,24 @@ class Ranks(Alone):
         self._held = held
 
     def _call(self) -> dict[str, Any]:
-        """Return the number of this exchange, and the call of the user's that it is part of."""
+        """Return the number of this exchange, the call of the user's that it is part of, and the
+        function that makes it.
+        """
         self._calls += 1
-        name, frame = "", sys._getframe()
+        names, frame = [""], sys._getframe()
         while frame is not None:
             module = str(frame.f_globals.get("__name__"))
             if module.startswith(OWN) and not module.startswith(AROUND):
-                name = frame.f_code.co_name
+                names.append(frame.f_code.co_name)
             frame = frame.f_back
-        return {"call": [self._calls, name]}
+        return {"call": [self._calls, names[-1], names[:2][-1]]}
 
     def _compare(self, found: Sequence[Mapping[str, Any]], error: Exception | None) -> None:
         calls = [one["call"] for one in found]
         if any(call != calls[0] for call in calls):
+            at = 1 if len({name for _, name, _ in calls}) > 1 else 2
             raise error or LostRankError(
-                f"ranks make other calls at once: {', '.join(name for _, name in calls)}; each "
+                f"ranks make other calls at once: {', '.join(call[at] for call in calls)}; each "
                 "must make the same calls in the same order, on the same data"
             )
 

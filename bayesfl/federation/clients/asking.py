@@ -4,6 +4,7 @@ the call that asks them.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import declared
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, answers, conduct
 from bayesfl.data import ClientData
@@ -85,8 +87,8 @@ def survey(
 def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:
     """Return how a question about rows is put to clients on this machine.
 
-    In the open it is put to one after the other, in the order of their ids, so that two answers are
-    held at a time, which may be large.
+    In the open it is put to one after the other, in the order of their ids, so that one process
+    holds two answers at a time, which may be large; of several ranks, each asks some clients.
 
     Raises:
         TypeError: The aggregation cannot add answers.
@@ -95,10 +97,20 @@ def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None
         return ask_here(question, local, aggregation)
 
     def openly(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-        for place in np.argsort(local.ids, kind="stable").tolist():
-            for name, t in answers(question, state, local.only(place), shapes).items():
-                total[name] += t[0]
-        return total
+        ranks, order = current(), np.argsort(local.ids, kind="stable")
+        own = order[ranks.dealt(local.split.counts[order].tolist())].tolist()
+        made = (answers(question, state, local.only(place), shapes) for place in own)
+        kept: list[Tensors] = []
+        if ranks.size > 1:  # all compute at once, before the sum passes from one to the next
+            ranks.every(lambda: kept.extend(made))
+
+        def added(total: Tensors) -> Tensors:
+            for found in chain(kept, made):
+                for name, t in found.items():
+                    total[name] += t[0]
+            return total
+
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        return ranks.relay(zeros, added)
 
     return openly

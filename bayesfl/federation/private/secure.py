@@ -266,7 +266,8 @@ class SecureSum:
                 "aggregation needs two: raise participation"
             )
         check_combine(result, torch.arange(clients), SUMS_ONLY)
-        return _SecureRun(self, result, max(LEAST_CLIENTS, admission.min_clients))
+        least = max(LEAST_CLIENTS, admission.min_clients)
+        return _SecureRun(algorithm, settings, clients, least, self)
 
 
 def _clips(pool: object) -> bool:
@@ -274,16 +275,14 @@ def _clips(pool: object) -> bool:
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue] (asked for)
 
 
+@dataclass
 class _SecureRun(OpenRun):
-    def __init__(self, rule: SecureSum, result: "Result", least: int) -> None:
-        super().__init__(result.algorithm, result.settings, result.data.clients, least)
-        self._rule = rule
+    rule: SecureSum
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        following = NextServer(self._algorithm, server, self._clients, round)
-        return _SecureRound(
-            self._rule, self._algorithm, server, following, round, self._settings.rounds, cohort
-        )
+        following = NextServer(self.algorithm, server, self.clients, round)
+        known = {"round": round, "rounds": self.settings.rounds, "clients": self.clients}
+        return _SecureRound(self.rule, self.algorithm, server, following, known, cohort)
 
 
 class _SecureRound:
@@ -297,16 +296,12 @@ class _SecureRound:
         algorithm: Algorithm,
         server: Server,
         following: NextServer,
-        round: int,
-        rounds: int,
+        known: dict[str, int],
         cohort: np.ndarray,
     ) -> None:
-        self._rule = rule
-        self._server = server
-        self._next = following
+        self._rule, self._server, self._next = rule, server, following
+        self._known, self._round = known, known["round"]
         self._cohort = cohort.tolist()
-        self._round, self._rounds = round, rounds
-        self._known = {"round": round, "rounds": rounds, "clients": following.clients}
         self._pools: dict[str, AdditivePool] = {
             name: block.pool
             for name, block in algorithm.blocks.items()
@@ -399,9 +394,7 @@ class _SecureRound:
             name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
         }
         ids = torch.tensor(sorted(own), device=self._device)
-        return self._next.state(
-            new, ids, Unseen(SUMS_ONLY, self._round, self._rounds, self._next.clients)
-        )
+        return self._next.state(new, ids, Unseen(SUMS_ONLY, **self._known))
 
     def _sum(self) -> np.ndarray:
         """Return the sum of what the clients that replied encoded, one number for each value and a

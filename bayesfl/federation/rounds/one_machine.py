@@ -73,8 +73,7 @@ class OneMachine:
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
         """Ask the clients of a round; see `Transport.asked`."""
-        answers = self._answers(round)
-        with closing(answers):
+        with closing(self._answers(round)) as answers:
             yield answers
 
     def commit(self, dropped: Collection[int]) -> None:

@@ -143,6 +143,7 @@ class OpenAggregation:
         )
 
 
+@dataclass
 class OpenRun:
     """The `AggregationRun` of a run whose server sees every client's reply.
 
@@ -153,19 +154,18 @@ class OpenRun:
         least: Number of replies that a round needs.
     """
 
-    def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
-        self._algorithm = algorithm
-        self._settings = settings
-        self._clients = clients
-        self.least = least
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
+    least: int
 
     def cohort(self, round: int) -> np.ndarray:
         """Return the ids of one round's cohort, ascending, drawn by the settings."""
-        return self._settings.cohort(self._clients, round)
+        return self.settings.cohort(self.clients, round)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         """Begin the sum of a round; see `AggregationRun.begin`."""
-        return OpenSum(self._algorithm, server, self._clients, round, self._settings.rounds)
+        return OpenSum(self.algorithm, server, self.clients, round, self.settings.rounds)
 
 
 class OpenSum:

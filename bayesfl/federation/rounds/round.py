@@ -216,9 +216,9 @@ def run_round(
         "cohort": filter.taken,
         "seconds": current().every(lambda: perf_counter() - start)[0] - transport.apart,
         **transport.seconds,
+        "train_nll": filter.loss(),
+        **counted,
+        **({"uplink_norm": filter.usual} if looks else {}),
+        **total.row(),
     }
-    row |= {"train_nll": filter.loss(), **counted} | (
-        {"uplink_norm": filter.usual} if looks else {}
-    )
-    absent = [client for client in cohort.tolist() if client in filter.dropped]
-    return server, row | total.row(), absent
+    return server, row, [client for client in cohort.tolist() if client in filter.dropped]

@@ -138,9 +138,14 @@ class EarlyStopping:
                     "state a folder of its own"
                 )
             self.store(snapshot(result))
-        elif self.keep == "best":
+        elif (
+            self.keep == "best"
+            and not self._is_of(result, best["round"])
+            and self._folder is not None
+            and checkpoints(self._folder)
+        ):
             # Now, as the nodes of a deployment that goes on must not forget their states of it.
-            self._restore(result, best["round"])
+            self.best = reloaded(result, self._folder)
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
     def store(self, best: Any) -> None:
@@ -165,17 +170,6 @@ class EarlyStopping:
             )
             return result
         return self.best or result
-
-    def _restore(self, result: Any, round: int) -> None:
-        """Read the best state from its folder, if the one in memory is not that of this run after
-        so many rounds.
-        """
-        if (
-            not self._is_of(result, round)
-            and self._folder is not None
-            and checkpoints(self._folder)
-        ):
-            self.best = reloaded(result, self._folder)
 
     def _is_of(self, result: Any, round: int) -> bool:
         """Say whether the state that is kept is that of this run after so many rounds: its history,

@@ -102,10 +102,11 @@ def drive(
     """
     settings = run.settings
     hidden = current().rank > 0 or (None if progress is None else not progress)
-    rounds = {"total": settings.rounds, "initial": run.round}
     try:
         ended = bool(run.round) and _told(callbacks, run)
-        with progress_bar(**rounds, unit="round", disable=hidden) as bar:
+        with progress_bar(
+            total=settings.rounds, initial=run.round, unit="round", disable=hidden
+        ) as bar:
             while run.round < settings.rounds and not ended:
                 evaluates = settings.evaluates(run.round)
                 run, attempt = _round(run, rules, clients)
@@ -172,16 +173,14 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
 
 def _told(callbacks: Sequence[Callback], run: Run) -> bool:
     """Call every callback with the run so far, at every rank, and say whether one ends it."""
-    said, shown = [], run
+    shown = run
     if run.settings.sampling == "poisson":
         rows = [{key: row[key] for key in RELEASED if key in row} for row in run.history]
         shown = replace(run, history=History(rows))
 
     def call() -> bool:
-        for callback in callbacks:
-            answer = callback(shown)
-            said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
-        return any(said)
+        said = [callback(shown) for callback in callbacks]
+        return any(isinstance(one, bool | np.bool_ | Tensor) and bool(one) for one in said)
 
     try:
         return any(current().every(call))

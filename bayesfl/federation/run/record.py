@@ -1,6 +1,7 @@
 """The record of a run, which a simulation and a deployment share."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ def in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
 
 @in_own_modes
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(ABC):
     """The state of a run after some rounds: what a `bayesfl.federation.run.result.Result` and a
     `bayesfl.flower.Deployed` have in common.
 
@@ -63,16 +64,16 @@ class Run:
     after: tuple[Answer | Fitted, ...] = ()
 
     @property
+    @abstractmethod
     def called(self) -> tuple[str, ...]:
         """Return the clients' names; empty text where a name is not known."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def origin(self) -> str:
         """Return words for this state, which differ for other states; a run that begins from it
         keeps them.
         """
-        raise NotImplementedError
 
     @property
     def answers(self) -> Known:
@@ -112,8 +113,10 @@ class Run:
             KeyError: There was no such round.
             ValueError: The cohorts are a secret of `ClientPrivacy`.
         """
-        ids = self.settings.took_part(len(self.called), self.history, round)
-        return tuple(self.called[j] or j for j in ids.tolist())
+        taken = {row["round"]: row.get("cohort") for row in self.history}[round]
+        drawn = self.settings.cohort(len(self.called), round - 1).tolist()
+        absent = set(self.history.absent.get(round, ()))
+        return tuple(self.called[j] or j for j in drawn if taken and j not in absent)
 
     def model(self) -> nn.Module:
         """Return the server's network, at the means of its beliefs: a module of its own, in

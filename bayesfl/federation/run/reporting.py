@@ -145,13 +145,13 @@ def _defaults(name: str) -> dict[str, Any]:
     from bayesfl.algorithms import PAPERS
 
     known = inspect.signature(PAPERS[name][0]).parameters if name in PAPERS else {}
-    options = {key: one.default for key, one in known.items() if one.default is not one.empty}
-    return described(options)
+    return described(
+        {key: one.default for key, one in known.items() if one.default is not one.empty}
+    )
 
 
 def _settings(found: Mapping[str, Any]) -> str:
     settings: Settings = found["settings"]
-    steps = _steps(found)
     algorithm, history = found["algorithm"], found["history"]
     run = {
         "rounds": settings.rounds,
@@ -168,7 +168,7 @@ def _settings(found: Mapping[str, Any]) -> str:
         run["time"] = f"{np.nansum(history['seconds']):.1f} s"
     name = algorithm["method"]
     parts = {f"Method: {name}": _defaults(name) | algorithm.get(name, {})}
-    for one in steps:
+    for one in _steps(found):
         parts[f"Calibration: {type(one.step).__name__}"] = described(vars(one.step))
     shown = facts(run)
     for title, of in parts.items():

@@ -304,9 +304,8 @@ class Result(Run):
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
-        train = self.data.train.to(self.device, self.dtype)
         reads = [*steps, *(one.step for one in self.steps)]
-        local = self.local(train)
+        local = self.local(self.data.train.to(self.device, self.dtype))
         # The means of beliefs need no answers; those of clients' own heads have them.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
@@ -718,9 +717,12 @@ class Result(Run):
             if hasattr(algorithm.predictor, "asks")
             else tree_map(lambda t: t[0], self._unadapted(j)[1])
         )
-        index = list(algorithm.blocks).index(block)
         rng = generator(
-            self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index
+            self.settings.seed,
+            Purpose.POSTERIOR,
+            round=self.round,
+            client=j,
+            index=list(algorithm.blocks).index(block),
         )
         noise = torch.from_numpy(
             rng.standard_normal((draws, algorithm.noise_size(block)), np.float32)
@@ -795,8 +797,7 @@ class Result(Run):
             >>> "FedAvg on digits" in path.read_text()
             True
         """
-        found = {**vars(self), "algorithm": identity(self.algorithm)}
-        reporting.write_report(path, found, self)
+        reporting.write_report(path, {**vars(self), "algorithm": identity(self.algorithm)}, self)
 
     def _other(self, before: Mapping[str, Any]) -> str:
         """Say in words of which other run a file was, by what it says; '' if it was of this one, or

@@ -183,19 +183,21 @@ def simulate(
         algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume
     )
     device = present(device)
-    count = None if engine is None else engine.processes
-    with on_processes(count, simulate, given), files.claimed(checkpoint) as held:
+    with (
+        on_processes(engine and engine.processes, simulate, given),
+        files.claimed(checkpoint) as held,
+    ):
         goes_on = _from_where(resume, checkpoint, held)
-        before = None
-        if start is not None and goes_on is None:
-            before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
+        before = (
+            warm.from_where(start, algorithm, clients, seed=seed, device=device)
+            if start is not None and goes_on is None
+            else None
+        )
         preflight.check(algorithm, clients)
         _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
         if goes_on is None:
-            result = _begun(
-                algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
-            )
-            repeats = 0
+            begins = algorithm, clients, settings, engine or Engine(), before
+            result, repeats = _begun(*begins, device=device, dtype=dtype), 0
         else:
             result, repeats = _resumed(
                 goes_on,
@@ -224,6 +226,11 @@ def simulate(
             sums,
             clients.client_names,
         )
+        sample = generator(seed, Purpose.EVALUATION).choice(
+            clients.clients,
+            min(evaluate_clients or clients.clients, clients.clients),
+            replace=False,
+        )
         data = clients.to(device, dtype)
         with result.engine.crew(device) as crew:
             here = _OnOneMachine(
@@ -231,20 +238,13 @@ def simulate(
                 result.local(data.train),
                 data,
                 crew,
-                _sample(clients.clients, evaluate_clients, seed),
+                np.sort(sample),
                 faults,
                 measures,
                 record_clients,
                 aggregation if isinstance(aggregation, Adder) else None,
             )
             return drive(result, rules, here, on_round, every=every, progress=progress)
-
-
-def _sample(clients: int, size: int | None, seed: int) -> np.ndarray:
-    """Return which clients evaluations measure, ascending."""
-    if size is None or size >= clients:
-        return np.arange(clients)
-    return np.sort(generator(seed, Purpose.EVALUATION).choice(clients, size, replace=False))
 
 
 def _refuse_contradictions(
@@ -418,8 +418,13 @@ def _resumed(
         kernel=(engine.kernel, given.kernel),
         chunk=(engine.chunk, given.chunk or engine.chunk),
     )
-    own = {"private": current().copied(saved.private), "history": saved.history.copy()}
-    result = replace(saved, settings=settings, engine=engine, **own)
+    result = replace(
+        saved,
+        settings=settings,
+        engine=engine,
+        private=current().copied(saved.private),
+        history=saved.history.copy(),
+    )
     if start is not None:
         warm.refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
     if result.steps and result.round < settings.rounds:
@@ -492,8 +497,7 @@ class _OnOneMachine:
         predicted = predict.personal(local, state, splits, self.crew, known=known, ids=self.sample)
         for name, predictions in zip(names, predicted, strict=True):
             self._note(history, PREFIXES[name], predictions)
-        shared = predict.shared(local, state, data.test)
-        if shared is not None:
+        if (shared := predict.shared(local, state, data.test)) is not None:
             self._note(history, "global", shared)
         if len(self.sample) < self.data.clients:
             # What a sample has answered is not what the federation does.

@@ -120,19 +120,11 @@ def _source(kind: type) -> dict[str, str]:
     return {} if kind.__module__.startswith("bayesfl.") else {"source": digest_of(kind)}
 
 
-def _write_after(after: Sequence[Answer | Fitted]) -> dict[str, Any]:
-    return {str(place): _written(one) for place, one in enumerate(after)}
-
-
 def _written(one: Answer | Fitted) -> dict[str, Any]:
     if isinstance(one, Answer):
         return one._asdict() | {"state": dict(one.state)}
     said = {**vars(one), "state": dict(one.state), "own": dict(one.own)}
     return {**said, "step": described_steps([one.step])[0]}
-
-
-def _read_after(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(_as_fitted(found[str(place)]) for place in range(len(found)))
 
 
 def _as_fitted(one: Mapping[str, Any]) -> Answer | Fitted:
@@ -159,10 +151,9 @@ def _write_history(history: History) -> dict[str, Any]:
 def _read_history(found: Mapping[str, Any]) -> History:
     # Files of 0.3 have no values of clients.
     recorded = {column: t.cpu().numpy() for column, t in found.get("clients", {}).items()}
-    rounds = [row["round"] for row in found["rows"]]
     by_round = {
-        round: {column: values[place] for column, values in recorded.items()}
-        for place, round in enumerate(rounds)
+        row["round"]: {column: values[place] for column, values in recorded.items()}
+        for place, row in enumerate(found["rows"])
         if recorded
     }
     return History(found["rows"], dict(found["absent"]), by_round)
@@ -174,7 +165,10 @@ METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
 HISTORY = Entry(_write_history, _read_history)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
-AFTER = Entry(_write_after, _read_after)
+AFTER = Entry(
+    lambda after: {str(place): _written(one) for place, one in enumerate(after)},
+    lambda found: tuple(_as_fitted(found[str(place)]) for place in range(len(found))),
+)
 
 RUN = FileKind(
     "run",
@@ -396,8 +390,7 @@ def newest(path: str | os.PathLike[str]) -> int:
     """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there
     is none.
     """
-    found = _rounds(Path(path))
-    return round_of(found[0]) if found else 0
+    return max(map(round_of, _rounds(Path(path))), default=0)
 
 
 def _part(tree: Mapping[str, Any], *, tensors: bool) -> dict[str, Any]:

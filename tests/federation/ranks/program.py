@@ -1,6 +1,6 @@
 """What a user's script does, as digests: the same lines on one process and on torchrun's ranks.
 
-`python -m tests.federation.ranks.program FILE [NAME ...]` writes what rank 0 finds.
+`python -m tests.federation.ranks.program FILE NAME ...` writes what each rank finds.
 """
 
 import json
@@ -10,20 +10,25 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pandas as pd
 import torch
 
 import bayesfl as bf
-from bayesfl.base.processes.ranks import current
+from bayesfl.base.processes.ranks import LostRankError, current
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
+from bayesfl.stats.asking import Sums
 from tests.cases import CASES, federation
 from tests.contract.test_after import CHOSEN, STEPS, digest, network
 from tests.contract.test_after import clients as asked
 
 ENGINE = bf.Engine(chunk=2, workers=1)
 """Seven clients are four chunks."""
+TAKEN: Counter[Any] = Counter()
+"""How often each client of a case has stepped at this rank, and each site has answered."""
 FOLDER: list[str] = []
 """The folder of files, which all ranks see."""
 
@@ -124,8 +129,32 @@ def private() -> Any:
 
 
 def surveyed() -> Any:
-    """Sums over rows, and a regression."""
-    return [repr(bf.survey(Rows(), federation()))]
+    """Sums over rows, regressions, and an error of one site; each site answers at one rank."""
+    rng, own = np.random.default_rng(0), Sums.of_site
+    frames = {
+        name: pd.DataFrame({"dose": rng.normal(size=n), "age": rng.normal(size=n)})
+        for name, n in (("north", 20), ("south", 35), ("west", 25), ("east", 30))
+    }
+    ill = {name: frame.assign(ill=rng.random(len(frame)) < 0.4) for name, frame in frames.items()}
+
+    def fitted(terms: list[str], family: Any = "binomial") -> Any:
+        return bf.stats.glm(bf.stats.tables(ill, outcome="ill", terms=terms), family=family)
+
+    def counted(self: Sums, state: Any, site: Any, place: int) -> Any:
+        TAKEN[site.name] += 1
+        return own(self, state, site, place)
+
+    with patch.object(Sums, "of_site", counted):
+        both = fitted(["dose", "age"])
+    compared = both.compare(fitted(["dose"]))
+    ill["west"]["ill"] = -1
+    try:
+        fitted(["dose"], "poisson")
+    except ValueError as error:
+        refused = str(error)
+    total = bf.survey(Rows(), federation())
+    told = digest({"loc": both.estimate, "of": both.covariance})
+    return [repr(total), told, compared, refused]
 
 
 class Rows:
@@ -143,6 +172,7 @@ class Rows:
 
     def answer(self, state: Any, local: Any) -> Any:
         """Return each client's number of rows."""
+        TAKEN.update(local.ids.tolist())
         return {"n_rows": torch.tensor([len(y) for _, y in local])}
 
     def solve(self, state: Any, total: Any) -> Any:
@@ -204,23 +234,39 @@ EVERY = SPECIAL | {str(case): lambda case=case: told(run(case(model()))) for cas
 
 
 def found(names: list[str], folder: str) -> dict[str, Any]:
-    """What each of some cases says, as JSON gives it back; all of them for no names."""
+    """What each of some cases says, as JSON gives it back, and how often each client stepped."""
     FOLDER[:] = [folder]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    made = {name: EVERY[name]() for name in names or EVERY}
-    return json.loads(json.dumps(made, default=repr))
-
-
-if __name__ == "__main__":
-    steps: Counter[int] = Counter()
+    made: dict[str, Any] = {}
     train = Local.run
 
     def counted(self: Local, stage: Any, ids: np.ndarray, *more: Any, **options: Any) -> Any:
-        """Run a chunk, and count its clients."""
-        steps.update(ids.tolist())
+        TAKEN.update(ids.tolist())
         return train(self, stage, ids, *more, **options)
 
-    Local.run = counted
-    said = found(sys.argv[2:], f"{sys.argv[1]}-files")
-    Path(f"{sys.argv[1]}.{bf.rank()}").write_text(json.dumps({"steps": steps, "said": said}))
+    for name in names:
+        TAKEN.clear()
+        with patch.object(Local, "run", counted):
+            made[name] = {"said": EVERY[name](), "steps": dict(TAKEN)}
+    return json.loads(json.dumps(made, default=repr))
+
+
+def apart() -> list[str]:
+    """What a rank is told of a call that another leaves out, and of one with other options."""
+    result, leads, said = run(fedavg()), bf.rank() == 0, []
+    folder = f"{FOLDER[0]}-apart" if leads else None
+    for call in (
+        lambda: result.predict() if leads else run(fedavg()),
+        lambda: run(fedavg(), checkpoint=folder),
+    ):
+        try:
+            call()
+        except LostRankError as error:
+            said.append(str(error))
+    return said
+
+
+if __name__ == "__main__":
+    made = found(sys.argv[2:], f"{sys.argv[1]}-files") | {"apart": apart()}
+    Path(f"{sys.argv[1]}.{bf.rank()}").write_text(json.dumps(made))
