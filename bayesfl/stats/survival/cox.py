@@ -67,8 +67,9 @@ def cox(
             ends, or a grid that was made before. Bins have equal shares of the events, ten or more
             under a policy, whose `min_level` joins some, and ends of two digits. Events count at
             their bin's end, rows that are censored before its middle are not at risk there, and
-            the fit is that to such times. It says how far estimates may be off: a Newton step where
-            bins are joined in pairs, times 1 - 1 / s with s events a bin.
+            the fit is that to such times. It says how far estimates may be off: the length of two
+            Newton steps, where bins are joined in pairs from the first or the second on, times
+            1 - 1 / s with s events a bin.
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
         strata: Column of strata, each with a baseline of its own, at all sites the same or, under
@@ -159,7 +160,7 @@ def cox(
         covariance = model @ meat @ model
     said = ()
     if shared is not None and not exact_times and names:
-        moves = state["coarser"].abs() / covariance.diagonal().sqrt()
+        moves = state["coarser"] / covariance.diagonal().sqrt()
         share = n / float((state["weight"] > 0).sum())
         most, term = (1 - 1 / share) * float(moves.max()), names[int(moves.argmax())]
         said = (

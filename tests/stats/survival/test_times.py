@@ -152,6 +152,7 @@ def test_the_cheapest_cuts():
         assert found == (ways[int(np.argmin(totals))] if min(totals) < np.inf else [])
 
 
+@pytest.mark.filterwarnings("ignore:survival may be off")
 @pytest.mark.parametrize("policy", [None, Policy()], ids=["none", "default"])
 def test_secure_sums_make_the_same_bins(policy: Any):
     when: Any = {"time": "t", "event": "d"}
