@@ -14,7 +14,7 @@ import torch
 import bayesfl as bf
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions
-from bayesfl.stats.mixed import Draws, Maximum, Mixed
+from bayesfl.stats.mixed import Draws, Maximum, Mixed, _others
 from bayesfl.stats.tables import Tables
 from tests.stats.made import SIZES, TERMS, frames, sites
 
@@ -237,6 +237,22 @@ def test_correlations_have_an_lkj_prior(count: int):
         half = np.log(2 / np.sqrt(2 * np.pi)) - 0.5
         volume = {2: 2, 3: np.pi**2 / 2, 4: 32 * np.pi**2 / 27}[count]
         close(logs[0], count * half - np.log(volume), rtol=0, atol=1e-9)
+    wider = model.log_prior(psi, 2.0) - model.log_prior(psi, 1.0)
+    close(wider, count * (0.5 - 0.125 - np.log(2)), rtol=0, atol=1e-9)
+
+
+def test_intraclass_correlations_of_outcomes_that_are_not_normal():
+    """By Nakagawa and others, table 1: beside the variance of the logistic, and of log counts."""
+    noise = {
+        "binomial": np.pi**2 / 3,
+        "poisson": np.log(1 + 1 / 1.6),
+        "negative_binomial": np.log(1 + 1 / 1.6 + 0.5),
+    }
+    for family, variance in noise.items():
+        model = Draws(family, 0, (), (0,), None, (), ())
+        at = torch.tensor([0.3, np.log(0.8), np.log(0.5)])[: model.size]
+        found = _others(model, model.phi(at), 1.6)["intraclass correlation"]
+        close(found, 0.64 / (0.64 + variance), rtol=1e-9)
 
 
 def test_a_random_intercept_of_outcomes_0_and_1(monkeypatch: pytest.MonkeyPatch):

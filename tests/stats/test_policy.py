@@ -23,6 +23,7 @@ from bayesfl.stats.mixed import Draws, Mode
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival.curves import Counts
 from bayesfl.stats.survival.partial import PartialLikelihood, Scores
+from bayesfl.stats.survival.piecewise import ByInterval, Cut, Exposure
 from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.tables import Tables
 from tests.stats.made import TERMS, frames, sites
@@ -105,6 +106,12 @@ WEIGHED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mode": (partial(Mode, "binomial", **MODEL, at=(0.0, 1.0, -9.0)), {}),
     "draws": (partial(Draws, "binomial", **MODEL, at=((0.0, 1.0, -9.0),) * 3), {}),
     "cox": (partial(PartialLikelihood, "month", "ill", 1, None), {"theta": (0.1,)}),
+    "intervals": (
+        lambda **given: ByInterval(
+            Cut("month", "ill", (15.5,)), Likelihood("poisson", 1, False, **given)
+        ),
+        {"theta": (0.0, 0.1)},
+    ),
     "meat": (
         lambda **given: after(Meat, Likelihood("binomial", 1, False, **given), (0.0, 1.0)),
         {},
@@ -191,6 +198,7 @@ def test_min_level_of_cells():
     told = (
         Counts("month", "dead", grid),
         PartialLikelihood("month", "dead", 1, grid, None, (15.0,), (5.0,)),
+        Exposure(Cut("month", "dead", (2.0,))),
     )
     for died, broken in ((2, True), (3, False), (0, False)):
         rows = frame(
