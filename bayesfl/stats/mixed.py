@@ -1008,9 +1008,9 @@ def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
         noise = found["sigma"].square()
         found["sigma"] = survey.unit * found["sigma"]
     elif survey.family == "binomial":
-        noise = torch.tensor(math.pi**2 / 3)
+        noise = phi.root.new_tensor(math.pi**2 / 3)
     else:
-        noise = torch.log1p(found.get("alpha", torch.tensor(0.0)) + 1 / mean)
+        noise = torch.log1p(found.get("alpha", phi.root.new_zeros(())) + 1 / mean)
     shared = (survey.loads[0] @ phi.root).square().cumsum(-1)  # variance, at the columns' means
     for kind, end in zip(survey.kinds, survey.ends, strict=True):
         of = "" if kind == "site" else f" of {kind}"
