@@ -51,6 +51,7 @@ from bayesfl.stats.asking import (
     counted,
     outcome_unit,
     standard,
+    used_rows,
     with_likelihood,
 )
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
@@ -602,14 +603,12 @@ class Mixed(Refits):
         estimate: {name: the maximum likelihood estimate} of what the table has; of normal outcomes
             the restricted one, and 0 at the boundary.
         errors: {name: its standard error}, of coefficients, given the standard deviations.
-        log_likelihood: The (restricted) log likelihood there, in nats.
         own: {site: draws of its own coefficients [S, n, 1 + p]}, of sites on this machine, draw by
             draw beside `shared`; others keep theirs.
         groups: {site: names of what has these}: its groups, after `(site)` as a whole where it has
             effects beside theirs; the site where it has no groups.
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
-        evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
 
     Example:
         >>> import pandas as pd
@@ -626,12 +625,10 @@ class Mixed(Refits):
     others: Mapping[str, Tensor]
     estimate: Mapping[str, float]
     errors: Mapping[str, float]
-    log_likelihood: float
     own: Mapping[str, Tensor]
     groups: Mapping[str, tuple[Any, ...]]
     effective: float
     k_hat: float
-    evidence: float
     restricted: bool
     link: Any
     design: Any
@@ -957,6 +954,11 @@ def mixed(
         effective=1 / float((weights**2).sum()),
         k_hat=k_hat,
         evidence=evidence + in_unit + p * math.log(unit),
+        parameters=survey.size,
+        # Coefficients are integrated over, so that those of other columns do not compare.
+        likelihood=f"a mixed model's of {getattr(sites, 'outcome', None) or 'outcome'!r}, "
+        f"{rule.name}, by {[*sites.columns]}",
+        further={"used rows": lambda key: used_rows(asked.again(), key)},
         restricted=best.restricted,
         released=asked.released,
         refit=lambda chosen: mixed(

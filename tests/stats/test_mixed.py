@@ -148,6 +148,29 @@ def test_the_estimate_is_0_at_the_boundary():
     assert 0.01 < table.loc["tau (intercept)", "mean"] < 0.5
 
 
+def test_mixed_models_of_the_same_columns_compare():
+    """By the restricted likelihood and the evidence; those of other columns or rows do not."""
+    given = by_site(grown(0.5))
+    line, level = (
+        bf.stats.mixed(given, family="gaussian", random=random, draws=300)
+        for random in (["1", "day"], ["1"])
+    )
+    told = level.compare(line)
+    ratio = 2 * (line.log_likelihood - level.log_likelihood)
+    assert f"likelihood ratio {ratio:.4f} on 2 degrees of freedom" in told
+    assert f"A over B {line.evidence - level.evidence:.4f} nats" in told  # pyright: ignore
+    assert ratio > 10
+    others = (
+        by_site(grown(0.5), terms=[]),
+        by_site(grown(0.5)[1:]),
+    )
+    for other, said in zip(others, ("of other things", "of other rows of"), strict=True):
+        with pytest.raises(ValueError, match=said):
+            level.compare(bf.stats.mixed(other, family="gaussian", draws=300))
+    with pytest.raises(ValueError, match="of other things"):
+        bf.stats.glm(given, family="gaussian").compare(level)
+
+
 def test_groups_that_cannot_tell_are_refused():
     """One row a site; as many rows as effects; one ward a site; one site."""
     rows = grown(0.0).assign(ward="all", bed=lambda t: t["day"], ill=lambda t: t["y"] > 4)
