@@ -56,6 +56,20 @@ def test_the_restricted_estimate_is_mixedlms(correlation: float):
     close(table["REML se"].iloc[:2], wanted.bse_fe, rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_slopes_alone_are_mixedlms():
+    """An effect of a slope is 0 where the column is, wherever its mean is."""
+    smf = pytest.importorskip("statsmodels.formula.api", reason="statsmodels is not installed")
+    rows = grown(0.0)
+    rows["y"] -= rows.groupby("site")["y"].transform("first")
+    fit = bf.stats.mixed(by_site(rows), family="gaussian", random=["day"])
+    wanted = smf.mixedlm("y ~ day", rows, groups="site", re_formula="0 + day").fit(reml=True)
+    table = fit.table()
+    close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-6)
+    close(table.loc["tau day", "REML"], wanted.cov_re.iloc[0, 0] ** 0.5, rtol=1e-4)
+    close(table["REML se"].iloc[:2], wanted.bse_fe, rtol=1e-3)
+
+
 SLEEP: dict[
     str, list[float]
 ] = {  # Bates and others, "Fitting linear mixed-effects models using lme4", 2015, fm1 and fm2
@@ -160,6 +174,9 @@ def test_mixed_models_of_the_same_columns_compare():
     assert f"likelihood ratio {ratio:.4f} on 2 degrees of freedom" in told
     assert f"A over B {line.evidence - level.evidence:.4f} nats" in told  # pyright: ignore
     assert ratio > 10
+    for fit in (line, level):  # of a new site, on day 0
+        new = fit.predict(grown(0.5)[:1])[:, 0] - fit.shared[:, 0]
+        close((new / fit.tau[:, 0]).std(), 1.0, rtol=0.05)
     others = (
         by_site(grown(0.5), terms=[]),
         by_site(grown(0.5)[1:]),
