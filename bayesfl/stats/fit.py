@@ -79,6 +79,7 @@ class Refits(Shown, ABC):
     Args:
         model: What was fitted, in words.
         names: Names of the parameters.
+        ratio: What the exponential of a coefficient is called; None where it says nothing.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
@@ -98,6 +99,7 @@ class Refits(Shown, ABC):
 
     model: str
     names: tuple[str, ...]
+    ratio: str | None
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
     left_out: Mapping[str, str]
@@ -351,7 +353,6 @@ class Fit(Refits):
         estimate: Estimates of the q parameters `names`, [q].
         covariance: The covariance of their errors, [q, q].
         errors: How the errors were found, in words.
-        ratio: What the exponential of a coefficient is called; None where it says nothing.
         degrees: Degrees of freedom of the errors, for intervals by Student's t, or those of each
             parameter, [q]; None for the normal distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
@@ -369,7 +370,6 @@ class Fit(Refits):
     estimate: Tensor
     covariance: Tensor
     errors: str
-    ratio: str | None
     degrees: float | Tensor | None = None
     scale: float = 1.0
     own_intercepts: Mapping[str, float] = field(default_factory=dict)

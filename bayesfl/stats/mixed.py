@@ -632,7 +632,6 @@ class Mixed(Refits):
     restricted: bool
     link: Any
     design: Any
-    ratio: str | None
     offset: str | None
 
     @property

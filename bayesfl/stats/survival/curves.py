@@ -19,7 +19,7 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, with_likelihood
 from bayesfl.stats.survival.groups import ALL, group, groups_of
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import BINS, Grid, OfTimes, entered, follow, followed, grid_of
+from bayesfl.stats.survival.times import BINS, Grid, OfTimes, entries, follow, followed, grid_of
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -49,19 +49,17 @@ class Counts(OfTimes):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
-        cells, *entering = self.cells(state, site)
+        cells, entering = self.cells(state, site)
         g, t = self.shapes(state)["events"]
 
         def by_cell(values: Tensor) -> Tensor:
             return torch.bincount(cells, values, minlength=g * (1 + t) * 2).reshape(g, 1 + t, 2)
 
         leaving = by_cell(site.weights)
-        change = leaving.sum(2)
-        for at in entering:
-            change = change - torch.bincount(at, site.weights, minlength=g * (1 + t)).reshape(g, -1)
+        entered = torch.bincount(entering, site.weights, minlength=g * (1 + t)).reshape(g, -1)
         found = {
             "rows": by_cell(site.counts).sum((1, 2)),
-            "at_risk": change.flip(1).cumsum(1).flip(1)[:, 1:],
+            "at_risk": (leaving.sum(2) - entered).flip(1).cumsum(1).flip(1)[:, 1:],
             "events": leaving[:, 1:, 1],
         }
         return {**found, "square": by_cell(site.weights.square())} if self.robust else found
@@ -73,11 +71,8 @@ class Counts(OfTimes):
         times, events = followed(site, self.time, self.event)
         own = group(site.frame, self.by, site.name)
         last = self.grid.last(site, times, events, own)
-        leaving = self.grid.cells(last, events, own)
-        if self.entry is None:
-            return [leaving]
-        first = self.grid.first(site, entered(site, self.time, self.entry, times), last, own)
-        return [leaving, own * (len(self.grid.ends) + 1) + first]
+        first = self.grid.first(site, entries(site, self.time, self.entry, times), last, own)
+        return [self.grid.cells(last, events, own), own * (len(self.grid.ends) + 1) + first]
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from bayesfl.stats.asking import AfterFit
 from bayesfl.stats.fit import ALONE
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
-from bayesfl.stats.survival.times import Grid, OfTimes, entered, followed
+from bayesfl.stats.survival.times import Grid, OfTimes, entries, followed
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -139,7 +139,7 @@ class PartialLikelihood(OfTimes):
         """Return a site's rows as the partial likelihood reads them.
 
         Raises:
-            ValueError: As by `followed`, `group` and `entered`, or a time is beyond the grid.
+            ValueError: As by `followed`, `group` and `entries`, or a time is beyond the grid.
         """
         times, events = followed(site, self.time, self.event)
         grid = self.grid_at(site)
@@ -158,7 +158,7 @@ class PartialLikelihood(OfTimes):
             eta=design @ theta + site.offset,
             weights=site.weights / self.unit,
             events=events,
-            first=grid.first(site, entered(site, self.time, self.entry, times), last, stratum),
+            first=grid.first(site, entries(site, self.time, self.entry, times), last, stratum),
             last=last,
             stratum=stratum,
             times=len(grid.ends),

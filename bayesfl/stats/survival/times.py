@@ -147,19 +147,19 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
     return times, events == 1
 
 
-def entered(site: Site, time: str, entry: str | None, times: Tensor) -> Tensor:
+def entries(site: Site, time: str, entry: str | None, times: Tensor) -> Tensor:
     """Return the times at which a site's rows enter, [n], by the times at which they leave.
 
     Raises:
         ValueError: A row leaves before it enters.
     """
-    entries = torch.zeros_like(times) if entry is None else site.column(entry)
-    if never := int((entries >= times).sum()):
+    found = torch.zeros_like(times) if entry is None else site.column(entry)
+    if never := int((found >= times).sum()):
         raise ValueError(
             f"site {site.name!r} has {never} rows whose {entry!r} is not before {time!r}, who were "
             "never at risk; leave them out"
         )
-    return entries
+    return found
 
 
 @dataclass(frozen=True)
