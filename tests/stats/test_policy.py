@@ -179,10 +179,34 @@ def test_min_level_of_columns_that_few_rows_make(column: list[float], broken: bo
     """Two rows hold nine tenths of the squares about the median; the site names the column."""
     rows = frame(30, found=column)
     policy = Policy(**{**FREE, "min_level": 3})
-    for options in ({"terms": ["age", "found"]}, {"terms": ["age"], "outcome": "found"}):
+    uses: tuple[dict[str, Any], ...] = ({"terms": ["age", "found"]}, {"outcome": "found"})
+    for options in (*uses, {"outcome": "ill", "offset": "found"}):
         tables = bf.stats.tables({"va": rows}, policy=policy, **options)
         with refuses(broken, "rule min_level of the column 'found'"):
             Questions(tables).conduct(Sums(1, len(tables.columns)))
+
+
+@pytest.mark.parametrize("weights", ["frequency_weights", "probability_weights"])
+def test_weights_and_offsets_leave_no_single_row_out(weights: str):
+    """Nor do they count it twice: the difference to a fit without them would be that row's."""
+    rows = frame(60, even=1.0, apart=1.0 + np.arange(60) % 2)
+    for one in (1e-9, 2.0) if weights == "probability_weights" else (2.0, 3.0):
+        odd = rows.assign(odd=[one] + [1.0] * 59)
+        for name, passes in (("even", True), ("odd", False), ("apart", True)):
+            tables = bf.stats.tables(
+                {"va": odd}, outcome="ill", terms=["age"], policy=Policy(), **{weights: name}
+            )
+            with refuses(not passes, "rule min_level"):
+                bf.stats.glm(tables, family="poisson")
+    shifted = bf.stats.tables(
+        {"va": rows.assign(odd=[-40.0] + [0.0] * 59)},
+        outcome="ill",
+        terms=["age"],
+        offset="odd",
+        policy=Policy(),
+    )
+    with refuses(True, "rule min_level"):
+        bf.stats.glm(shifted, family="poisson")
 
 
 def test_min_level_of_cells():
