@@ -193,8 +193,9 @@ def test_weights_and_offsets_leave_no_single_row_out(weights: str):
     for one in (1e-9, 2.0) if weights == "probability_weights" else (2.0, 3.0):
         odd = rows.assign(odd=[one] + [1.0] * 59)
         for name, passes in (("even", True), ("odd", False), ("apart", True)):
+            named: Any = {weights: name}
             tables = bf.stats.tables(
-                {"va": odd}, outcome="ill", terms=["age"], policy=Policy(), **{weights: name}
+                {"va": odd}, outcome="ill", terms=["age"], policy=Policy(), **named
             )
             with refuses(not passes, "rule min_level"):
                 bf.stats.glm(tables, family="poisson")
