@@ -76,8 +76,9 @@ def cox(
             `per_site`, at each site; on other machines `levels`, as what values there are is known
             here only.
         entry: Column of the times at which rows come under observation, who count as at risk after
-            it only (left truncation); None if all are from 0. On a grid these are rounded down,
-            under a policy so that each time has no entry or `min_level`.
+            it only (left truncation); None if all are from 0. On a grid who enters after the middle
+            of a bin's events counts from the next bin on, and under a policy each time has no entry
+            or `min_level`.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
             `site`, of the sums of three sites at least, times J / (J - 1), with Student's t of
             J - 1 degrees of freedom for few sites. None takes the model's, and the

@@ -71,7 +71,9 @@ class Counts(OfTimes):
         times, events = followed(site, self.time, self.event)
         own = group(site.frame, self.by, site.name)
         last = self.grid.last(site, times, events, own)
-        first = self.grid.first(site, entries(site, self.time, self.entry, times), last, own)
+        first = self.grid.first(
+            site, entries(site, self.time, self.entry, times), last, events, own
+        )
         return [self.grid.cells(last, events, own), own * (len(self.grid.ends) + 1) + first]
 
 

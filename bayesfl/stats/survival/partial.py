@@ -158,7 +158,9 @@ class PartialLikelihood(OfTimes):
             eta=design @ theta + site.offset,
             weights=site.weights / self.unit,
             events=events,
-            first=grid.first(site, entries(site, self.time, self.entry, times), last, stratum),
+            first=grid.first(
+                site, entries(site, self.time, self.entry, times), last, events, stratum
+            ),
             last=last,
             stratum=stratum,
             times=len(grid.ends),

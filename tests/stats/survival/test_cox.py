@@ -114,14 +114,20 @@ def test_strata_and_entry_times(
 
 
 def test_entry_times_and_strata_on_a_grid():
-    """Entries are rounded down; who is censored early in the bin of his entry has no part."""
+    """Entries before the middle of a bin are rounded down, later ones up, but for who has an event
+    in that bin; who is censored early in the bin of his entry has no part.
+    """
     rows, ends = entered(), [0.5, 1, 2, 4, 8, 16, 40]
     options: Any = {"time": "untied", "event": "event", "strata": bf.stats.levels("arm", [0, 1])}
     terms = [term for term in TERMS if term != "arm"]
     with pytest.warns(UserWarning, match="events share a bin"):
         fit = bf.stats.cox(sites(rows, terms=terms), **options, entry="entry_untied", grid=ends)
-    place = np.searchsorted(ends, pooled(rows)["entry_untied"], side="right")
-    known = rounded("untied", ends)[1].assign(entry_untied=np.array([0.0, *ends])[place])
+    start, (_, known) = pooled(rows)["entry_untied"], rounded("untied", ends)
+    place = np.searchsorted(ends, start, side="right")
+    middle = ((np.array([0.0, *ends[:-1]]) + ends) / 2)[place]
+    own = (known["event"] == 1) & (known["untied"] == np.array(ends)[place])
+    place = place + ((start > middle) & ~own)
+    known = known.assign(entry_untied=np.array([0.0, *ends])[place])
     known = known[known["untied"] > known["entry_untied"]]
     columns = [column for column in COLUMNS if column != "arm"]
     wanted, _ = anchor(known, "untied", "shared", columns, ["arm"], entry_col="entry_untied")
