@@ -80,22 +80,38 @@ class Refits(Shown, ABC):
     Args:
         model: What was fitted, in words.
         names: Names of the parameters.
+        ratio: What the exponential of a coefficient is called; None where it says nothing.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
         said: What else to know of the estimates, in words.
+        log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
+            weights a pseudo-likelihood, of weights whose mean is 1.
+        parameters: Number of parameters, own intercepts included.
+        likelihood: Of what the likelihood is, in words, by which fits compare.
+        evidence: Log marginal likelihood, in nats; None without a prior.
+        weighing: What the weights of rows were.
+        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
+            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
         released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
 
     model: str
     names: tuple[str, ...]
+    ratio: str | None
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
     left_out: Mapping[str, str]
     events: Mapping[str, float] = field(default_factory=dict)
     said: tuple[str, ...] = ()
+    log_likelihood: float
+    parameters: int
+    likelihood: str
+    evidence: float | None = None
+    weighing: Weighing = "none"
+    further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     released: Released
     refit: Callable[[Sequence[str]], Any]
 
@@ -115,6 +131,26 @@ class Refits(Shown, ABC):
         return dict(
             zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(like=" %")), strict=True)
         )
+
+    @property
+    def aic(self) -> float:
+        """Return Akaike's criterion, 2 k - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "AIC")
+        return 2 * self.parameters - 2 * self.log_likelihood
+
+    @property
+    def bic(self) -> float:
+        """Return Schwarz's criterion, k log n - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "BIC")
+        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
 
     @abstractmethod
     def table(self, level: float = 0.95) -> Any:
@@ -236,6 +272,61 @@ class Refits(Shown, ABC):
         }
         return self._refitted(parts, term, level)
 
+    def compare(self, other: "Refits") -> str:
+        """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
+
+        The sites of both are asked for a hash of the rows that were used. Those of `mixed` compare
+        with each other, if they have the same columns: of the restricted likelihood, and of the
+        evidence, coefficients are integrated over. There the ratio's p is too large, by up to
+        twice, for a standard deviation that is 0 in one.
+
+        Args:
+            other: The other fit, of which one is a special case of the other for the ratio's p.
+
+        Raises:
+            ValueError: They are of other rows, their likelihoods of other things, or the rows have
+                probability weights.
+        """
+        if self.likelihood != other.likelihood:
+            raise ValueError(
+                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
+                "and do not compare"
+            )
+        key = current().every(lambda: secrets.token_hex(16))[0]
+        here, there = (fit._asked("used rows", key) for fit in (self, other))
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
+            raise ValueError(
+                f"the fits are of other rows of {others}, as where other columns have gaps: name "
+                "the columns of both in tables(also=...), and fit both to the same sites"
+            )
+        large, small = sorted((self, other), key=lambda fit: -fit.parameters)
+        more = large.parameters - small.parameters
+        ratio = 2 * (large.log_likelihood - small.log_likelihood)
+        p = stats.chi2.sf(max(ratio, 0.0), more)
+        lines = [
+            f"A: {large.model}",
+            f"B: {small.model}",
+            f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
+            "special case of A"
+            if more
+            else "",
+            f"AIC {large.aic:.2f} and {small.aic:.2f}",
+            f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats"
+            if large.evidence is not None and small.evidence is not None
+            else "",
+        ]
+        return "\n".join(filter(None, lines))
+
+    def _asked(self, question: str, *given: Any, **options: Any) -> Any:
+        if question not in self.further:
+            why = " under probability weights" if self.weighing == "probability" else ""
+            raise ValueError(
+                f"there is no {question} of this fit{why}; there is "
+                + ", ".join(name for name in self.further if name.isidentifier())
+            )
+        with self.released.also():
+            return self.further[question](*given, **options)
+
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         if term not in self.names:
             raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
@@ -263,19 +354,10 @@ class Fit(Refits):
         estimate: Estimates of the q parameters `names`, [q].
         covariance: The covariance of their errors, [q, q].
         errors: How the errors were found, in words.
-        ratio: What the exponential of a coefficient is called; None where it says nothing.
-        log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
-            weights a pseudo-likelihood, of weights whose mean is 1.
-        parameters: Number of parameters, own intercepts included.
         degrees: Degrees of freedom of the errors, for intervals by Student's t, or those of each
             parameter, [q]; None for the normal distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
-        evidence: Laplace's log marginal likelihood, in nats; None without a prior.
-        likelihood: Of what the likelihood is, in words, by which fits compare.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
-            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
-        weighing: What the weights of rows were.
 
     Example:
         >>> import pandas as pd
@@ -289,41 +371,14 @@ class Fit(Refits):
     estimate: Tensor
     covariance: Tensor
     errors: str
-    ratio: str | None
-    log_likelihood: float
-    parameters: int
-    likelihood: str
     degrees: float | Tensor | None = None
     scale: float = 1.0
-    evidence: float | None = None
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
-    weighing: Weighing = "none"
-    further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def coefficients(self) -> Any:
         """Return the estimates as a series of pandas, by name."""
         return pandas.Series(self.estimate.numpy(), index=list(self.names))
-
-    @property
-    def aic(self) -> float:
-        """Return Akaike's criterion, 2 k - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "AIC")
-        return 2 * self.parameters - 2 * self.log_likelihood
-
-    @property
-    def bic(self) -> float:
-        """Return Schwarz's criterion, k log n - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "BIC")
-        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
 
     def table(self, level: float = 0.95) -> Any:
         """Return estimates, errors, statistics, p values and intervals as a data frame of pandas.
@@ -362,48 +417,6 @@ class Fit(Refits):
             **({"note": "; ".join(self.said)} if self.said else {}),
             **({} if self.evidence is None else {"log evidence": self.evidence}),
         }
-
-    def compare(self, other: "Fit") -> str:
-        """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
-
-        The sites of both are asked for a hash of the rows that were used.
-
-        Args:
-            other: The other fit, of which one is a special case of the other for the ratio's p.
-
-        Raises:
-            ValueError: They are of other rows, their likelihoods of other things, or the rows have
-                probability weights.
-        """
-        if self.likelihood != other.likelihood:
-            raise ValueError(
-                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
-                "and do not compare"
-            )
-        key = current().every(lambda: secrets.token_hex(16))[0]
-        here, there = (fit._asked("used rows", key) for fit in (self, other))
-        if others := [site for site in here | there if here.get(site) != there.get(site)]:
-            raise ValueError(
-                f"the fits are of other rows of {others}, as where other columns have gaps: name "
-                "the columns of both in tables(also=...), and fit both to the same sites"
-            )
-        large, small = sorted((self, other), key=lambda fit: -fit.parameters)
-        more = large.parameters - small.parameters
-        ratio = 2 * (large.log_likelihood - small.log_likelihood)
-        p = stats.chi2.sf(max(ratio, 0.0), more)
-        lines = [
-            f"A: {large.model}",
-            f"B: {small.model}",
-            f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
-            "special case of A"
-            if more
-            else "",
-            f"AIC {large.aic:.2f} and {small.aic:.2f}",
-            f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats"
-            if large.evidence is not None and small.evidence is not None
-            else "",
-        ]
-        return "\n".join(filter(None, lines))
 
     def predict(self, frame: Any, *, site: str | None = None) -> Tensor:
         """Return the outcome's means for rows of a data frame, [n].
@@ -537,16 +550,6 @@ class Fit(Refits):
             dtype: float64
         """
         return self._asked("own_slopes")
-
-    def _asked(self, question: str, *given: Any, **options: Any) -> Any:
-        if question not in self.further:
-            why = " under probability weights" if self.weighing == "probability" else ""
-            raise ValueError(
-                f"there is no {question} of this fit{why}; there is "
-                + ", ".join(name for name in self.further if name.isidentifier())
-            )
-        with self.released.also():
-            return self.further[question](*given, **options)
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data

@@ -16,6 +16,9 @@ import numpy as np
 
 from bayesfl.stats.terms import column_of, is_number
 
+ALONE = 12
+"""Number of rows whose values by themselves are compared with those among all rows."""
+
 
 @dataclass(frozen=True)
 class Formula:
@@ -52,13 +55,16 @@ class Formula:
         found, gone = self._made(rows, site)
         known = np.isfinite(found)
         wrong = (~known & ~gone).any(0)  # also of what formulaic learnt, see `_specified`
-        low, high = np.where(known, found, np.inf), np.where(known, found, -np.inf)[::-1]
         own = _own(self.spec)
         parts = [at for at, term in own.items() if not all(_column(f, rows) for f in term.factors)]
         # A part that learns is not the same where a row stands alone: one of those with the lowest
-        # and the highest values, which any order of rows has.
-        ends = (low.argmin(0)[parts], len(rows) - 1 - high.argmax(0)[parts]) if len(rows) else ()
-        for row in {at for end in ends for at in end}:
+        # and the highest values, which any order of rows has, and some between.
+        order = np.where(known, found, np.inf)[:, parts].argsort(0, kind="stable")
+        counts = enumerate(known[:, parts].sum(0))
+        places = {
+            at for k, n in counts if n for at in order[np.linspace(0, n - 1, ALONE, dtype=int), k]
+        }
+        for row in places:
             alone = self._made(rows.iloc[[row]].reset_index(drop=True), site)[0][0]
             wrong |= ~np.isclose(found[row], alone, rtol=1e-9, atol=0, equal_nan=True)
         if wrong.any():

@@ -51,6 +51,7 @@ from bayesfl.stats.asking import (
     counted,
     outcome_unit,
     standard,
+    used_rows,
     with_likelihood,
 )
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
@@ -596,14 +597,12 @@ class Mixed(Refits):
         estimate: {name: the maximum likelihood estimate} of what the table has; of normal outcomes
             the restricted one, and 0 at the boundary.
         errors: {name: its standard error}, of coefficients, given the standard deviations.
-        log_likelihood: The (restricted) log likelihood there, in nats.
         own: {site: draws of its own coefficients [S, n, 1 + p]}, of sites on this machine, draw by
             draw beside `shared`; others keep theirs.
         groups: {site: names of what has these}: its groups, after `(site)` as a whole where it has
             effects beside theirs; the site where it has no groups.
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
-        evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
 
     Example:
         >>> import pandas as pd
@@ -620,16 +619,13 @@ class Mixed(Refits):
     others: Mapping[str, Tensor]
     estimate: Mapping[str, float]
     errors: Mapping[str, float]
-    log_likelihood: float
     own: Mapping[str, Tensor]
     groups: Mapping[str, tuple[Any, ...]]
     effective: float
     k_hat: float
-    evidence: float
     restricted: bool
     link: Any
     design: Any
-    ratio: str | None
     offset: str | None
 
     @property
@@ -936,6 +932,11 @@ def mixed(
         effective=drawn.effective,
         k_hat=drawn.k_hat,
         evidence=drawn.evidence + in_unit + p * math.log(unit),
+        parameters=survey.size,
+        # Coefficients are integrated over, so that those of other columns do not compare.
+        likelihood=f"a mixed model's of {getattr(sites, 'outcome', None) or 'outcome'!r}, "
+        f"{rule.name}, by {[*sites.columns]}",
+        further={"used rows": lambda key: used_rows(asked.again(), key)},
         restricted=best.restricted,
         released=asked.released,
         refit=lambda chosen: mixed(
@@ -987,9 +988,9 @@ def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
         noise = found["sigma"].square()
         found["sigma"] = survey.unit * found["sigma"]
     elif survey.family == "binomial":
-        noise = torch.tensor(math.pi**2 / 3)
+        noise = phi.root.new_tensor(math.pi**2 / 3)
     else:
-        noise = torch.log1p(found.get("alpha", torch.tensor(0.0)) + 1 / mean)
+        noise = torch.log1p(found.get("alpha", phi.root.new_zeros(())) + 1 / mean)
     shared = (survey.loads[0] @ phi.root).square().cumsum(-1)  # variance, at the columns' means
     for kind, end in zip(survey.kinds, survey.ends, strict=True):
         of = "" if kind == "site" else f" of {kind}"

@@ -69,9 +69,10 @@ class Policy:
             site has so many rows at least. Also, two analyses, and two columns with two values,
             that differ, do so in so many rows at least.
         min_level: Fewest people of what is counted or is a column of its own, unless there are
-            none: of a level, of a column with two values as the outcome, of products of these, of a
-            group, of a bin of times, and of the rows that hold nine tenths of a column's squares
-            about its median. Counts below a quantile's threshold are told in steps of as many.
+            none: of a level, of a column with two values as the outcome or weights, of products of
+            these, of a group, of a bin of times, and of the rows that hold nine tenths of a
+            column's squares about its median, also of an offset's or of weights'. Counts below a
+            quantile's threshold are told in steps of as many.
         max_parameters_per_row: Largest number of parameters, or of columns, for each row.
         min_sites: Fewest sites whose answers are added where the sum hides each, also in what
             follows of several such sums; without effect where answers are seen singly, as over a
@@ -186,13 +187,14 @@ class Policy:
 
     def _of_few(self, site: "Site", tables: "Tables") -> str | None:
         """Return the first column that fewer rows than `min_level` make; None if none does."""
-        names = (*tables.columns, str(tables.outcome))
+        outcome = () if tables.outcome is None else (tables.outcome,)
+        names = (*tables.columns, *outcome, tables.offset, "weights")
         few = [] if self.min_level < 2 else (site.held(self.min_level - 1) >= MOST).tolist()
         return next((repr(name) for name, so in zip(names, few, strict=False) if so), None)
 
     def _indicators(self, question: "Question", site: "Site") -> Tensor:
-        """Return who has which of two values, or which level, in the columns of the design and the
-        outcome and those that a question names, [k, n] of bools.
+        """Return who has which of two values, or which level, in the site's columns and those that
+        a question names, [k, n] of bools.
         """
         found = []
         for values in site.of_two.T:

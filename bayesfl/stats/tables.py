@@ -92,13 +92,15 @@ class Site:
 
     @cached_property
     def columns(self) -> Tensor:
-        """Return the columns of the design and, last, the outcome if there is one, [n, p + 1]."""
-        return self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
+        """Return the columns of the design, the outcome if there is one, what is added to the
+        linear predictor, and the weights, [n, q].
+        """
+        given = [t[:, None] for t in (self.y, self.offset, self.weights) if t is not None]
+        return torch.cat([self.x, *given], 1)
 
     def held(self, rows: int) -> Tensor:
         """Return the largest share of a column's squares about its median that so many rows hold,
-        of the design and the outcome, [p + 1]; 0 where it is less than `MOST`, NaN of constant
-        ones.
+        of `columns`, [q]; 0 where it is less than `MOST`, NaN of constant ones.
         """
         if rows not in self.known:
             columns, n = self.columns, len(self.columns)
@@ -116,7 +118,7 @@ class Site:
 
     @cached_property
     def of_two(self) -> Tensor:
-        """Return the columns of the design and the outcome that have two values, [n, k]."""
+        """Return those of `columns` that have two values, [n, k]."""
         low, high = self.columns.amin(0), self.columns.amax(0)
         two = ((self.columns == low) | (self.columns == high)).all(0) & (low < high)
         return self.columns[:, two]

@@ -262,6 +262,14 @@ def test_a_formula_that_learns_is_refused_in_any_order_of_rows(order: list[int],
         bf.stats.tables(rows, formula=f"ill ~ I({part})")
 
 
+def test_a_formula_that_learns_between_the_ends_is_refused():
+    """The rows with the lowest and the highest value are what they are alone."""
+    age = [20.0, 41, 43, 45, 46, 48, 49, 71]
+    rows = {"a": pd.DataFrame({"age": age, "ill": [0, 1] * 4})}
+    with pytest.raises(ValueError, match="learn from a site's rows"):
+        bf.stats.tables(rows, formula="ill ~ I(age.groupby(age // 10).transform('mean'))")
+
+
 def test_a_formula_stands_in_place_of_terms():
     options: list[dict[str, Any]] = [{"terms": ["cp"]}, {"outcome": "ill"}]
     for more in options:

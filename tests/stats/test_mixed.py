@@ -14,7 +14,7 @@ import torch
 import bayesfl as bf
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions
-from bayesfl.stats.mixed import Draws, Maximum, Mixed
+from bayesfl.stats.mixed import Draws, Maximum, Mixed, _others
 from bayesfl.stats.tables import Tables
 from tests.stats.made import SIZES, TERMS, frames, sites
 
@@ -53,6 +53,20 @@ def test_the_restricted_estimate_is_mixedlms(correlation: float):
     close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-6)
     estimates = [*wanted.fe_params, *sd, cov[0, 1] / sd.prod(), wanted.scale**0.5]
     close(table["REML"].iloc[:-1], estimates, rtol=1e-3, atol=1e-4)
+    close(table["REML se"].iloc[:2], wanted.bse_fe, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_slopes_alone_are_mixedlms():
+    """An effect of a slope is 0 where the column is, wherever its mean is."""
+    smf = pytest.importorskip("statsmodels.formula.api", reason="statsmodels is not installed")
+    rows = grown(0.0)
+    rows["y"] -= rows.groupby("site")["y"].transform("first")
+    fit = bf.stats.mixed(by_site(rows), family="gaussian", random=["day"])
+    wanted = smf.mixedlm("y ~ day", rows, groups="site", re_formula="0 + day").fit(reml=True)
+    table = fit.table()
+    close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-6)
+    close(table.loc["tau day", "REML"], wanted.cov_re.iloc[0, 0] ** 0.5, rtol=1e-4)
     close(table["REML se"].iloc[:2], wanted.bse_fe, rtol=1e-3)
 
 
@@ -148,6 +162,32 @@ def test_the_estimate_is_0_at_the_boundary():
     assert 0.01 < table.loc["tau (intercept)", "mean"] < 0.5
 
 
+def test_mixed_models_of_the_same_columns_compare():
+    """By the restricted likelihood and the evidence; those of other columns or rows do not."""
+    given = by_site(grown(0.5))
+    line, level = (
+        bf.stats.mixed(given, family="gaussian", random=random, draws=300)
+        for random in (["1", "day"], ["1"])
+    )
+    told = level.compare(line)
+    ratio = 2 * (line.log_likelihood - level.log_likelihood)
+    assert f"likelihood ratio {ratio:.4f} on 2 degrees of freedom" in told
+    assert f"A over B {line.evidence - level.evidence:.4f} nats" in told  # pyright: ignore
+    assert ratio > 10
+    for fit in (line, level):  # of a new site, on day 0
+        new = fit.predict(grown(0.5)[:1])[:, 0] - fit.shared[:, 0]
+        close((new / fit.tau[:, 0]).std(), 1.0, rtol=0.05)
+    others = (
+        by_site(grown(0.5), terms=[]),
+        by_site(grown(0.5)[1:]),
+    )
+    for other, said in zip(others, ("of other things", "of other rows of"), strict=True):
+        with pytest.raises(ValueError, match=said):
+            level.compare(bf.stats.mixed(other, family="gaussian", draws=300))
+    with pytest.raises(ValueError, match="of other things"):
+        bf.stats.glm(given, family="gaussian").compare(level)
+
+
 def test_groups_that_cannot_tell_are_refused():
     """One row a site; as many rows as effects; one ward a site; one site."""
     rows = grown(0.0).assign(ward="all", bed=lambda t: t["day"], ill=lambda t: t["y"] > 4)
@@ -237,6 +277,22 @@ def test_correlations_have_an_lkj_prior(count: int):
         half = np.log(2 / np.sqrt(2 * np.pi)) - 0.5
         volume = {2: 2, 3: np.pi**2 / 2, 4: 32 * np.pi**2 / 27}[count]
         close(logs[0], count * half - np.log(volume), rtol=0, atol=1e-9)
+    wider = model.log_prior(psi, 2.0) - model.log_prior(psi, 1.0)
+    close(wider, count * (0.5 - 0.125 - np.log(2)), rtol=0, atol=1e-9)
+
+
+def test_intraclass_correlations_of_outcomes_that_are_not_normal():
+    """By Nakagawa and others, table 1: beside the variance of the logistic, and of log counts."""
+    noise = {
+        "binomial": np.pi**2 / 3,
+        "poisson": np.log(1 + 1 / 1.6),
+        "negative_binomial": np.log(1 + 1 / 1.6 + 0.5),
+    }
+    for family, variance in noise.items():
+        model = Draws(family, 0, (), (0,), None, (), ())
+        at = torch.tensor([0.3, np.log(0.8), np.log(0.5)], dtype=torch.float64)[: model.size]
+        found = _others(model, model.phi(at), 1.6)["intraclass correlation"]
+        close(found, 0.64 / (0.64 + variance), rtol=1e-12)
 
 
 def test_a_random_intercept_of_outcomes_0_and_1(monkeypatch: pytest.MonkeyPatch):

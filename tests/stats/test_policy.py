@@ -23,6 +23,7 @@ from bayesfl.stats.mixed import Draws, Mode
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival.curves import Counts
 from bayesfl.stats.survival.partial import PartialLikelihood, Scores
+from bayesfl.stats.survival.piecewise import ByInterval, Cut, Exposure
 from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.tables import Tables
 from tests.stats.made import TERMS, frames, sites
@@ -105,6 +106,12 @@ WEIGHED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mode": (partial(Mode, "binomial", **MODEL, at=(0.0, 1.0, -9.0)), {}),
     "draws": (partial(Draws, "binomial", **MODEL, at=((0.0, 1.0, -9.0),) * 3), {}),
     "cox": (partial(PartialLikelihood, "month", "ill", 1, None), {"theta": (0.1,)}),
+    "intervals": (
+        lambda **given: ByInterval(
+            Cut("month", "ill", (15.5,)), Likelihood("poisson", 1, False, **given)
+        ),
+        {"theta": (0.0, 0.1)},
+    ),
     "meat": (
         lambda **given: after(Meat, Likelihood("binomial", 1, False, **given), (0.0, 1.0)),
         {},
@@ -172,10 +179,35 @@ def test_min_level_of_columns_that_few_rows_make(column: list[float], broken: bo
     """Two rows hold nine tenths of the squares about the median; the site names the column."""
     rows = frame(30, found=column)
     policy = Policy(**{**FREE, "min_level": 3})
-    for options in ({"terms": ["age", "found"]}, {"terms": ["age"], "outcome": "found"}):
+    uses: tuple[dict[str, Any], ...] = ({"terms": ["age", "found"]}, {"outcome": "found"})
+    for options in (*uses, {"outcome": "ill", "offset": "found"}):
         tables = bf.stats.tables({"va": rows}, policy=policy, **options)
         with refuses(broken, "rule min_level of the column 'found'"):
             Questions(tables).conduct(Sums(1, len(tables.columns)))
+
+
+@pytest.mark.parametrize("weights", ["frequency_weights", "probability_weights"])
+def test_weights_and_offsets_leave_no_single_row_out(weights: str):
+    """Nor do they count it twice: the difference to a fit without them would be that row's."""
+    rows = frame(60, even=1.0, apart=1.0 + np.arange(60) % 2)
+    for one in (1e-9, 2.0) if weights == "probability_weights" else (2.0, 3.0):
+        odd = rows.assign(odd=[one] + [1.0] * 59)
+        for name, passes in (("even", True), ("odd", False), ("apart", True)):
+            named: Any = {weights: name}
+            tables = bf.stats.tables(
+                {"va": odd}, outcome="ill", terms=["age"], policy=Policy(), **named
+            )
+            with refuses(not passes, "rule min_level"):
+                bf.stats.glm(tables, family="poisson")
+    shifted = bf.stats.tables(
+        {"va": rows.assign(odd=[-40.0] + [0.0] * 59)},
+        outcome="ill",
+        terms=["age"],
+        offset="odd",
+        policy=Policy(),
+    )
+    with refuses(True, "rule min_level"):
+        bf.stats.glm(shifted, family="poisson")
 
 
 def test_min_level_of_cells():
@@ -191,6 +223,7 @@ def test_min_level_of_cells():
     told = (
         Counts("month", "dead", grid),
         PartialLikelihood("month", "dead", 1, grid, None, (15.0,), (5.0,)),
+        Exposure(Cut("month", "dead", (2.0,))),
     )
     for died, broken in ((2, True), (3, False), (0, False)):
         rows = frame(

@@ -18,7 +18,7 @@ from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.partial import LARGEST
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import followed
+from bayesfl.stats.survival.times import entries, followed
 from bayesfl.stats.tables import Site
 
 Scale = Literal["log", "identity", "rank"]
@@ -132,13 +132,14 @@ class Concordance(AfterFit):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
-        rows, w = self.likelihood.rows(state["theta"], site), site.weights
-        times, died = followed(site, self.likelihood.time, self.likelihood.event)
-        entries, eta = self.likelihood.entries(site, times), levelled(rows.eta, rows.eta.norm())
+        of = self.likelihood
+        rows, w = of.rows(state["theta"], site), site.weights
+        times, died = followed(site, of.time, of.event)
+        start, eta = entries(site, of.time, of.entry, times), levelled(rows.eta, rows.eta.norm())
         counts = dict.fromkeys(self.shapes(state), 0.0)
         for one in died.nonzero().split(256):  # [c, 1] events beside all rows, as pairs are many
             later = (times > times[one]) | ((times == times[one]) & ~died)
-            together = (entries < times[one]) & (rows.stratum == rows.stratum[one])
+            together = (start < times[one]) & (rows.stratum == rows.stratum[one])
             weight = w[one] * w * (later & together)
             counts["pairs"] += float(weight.sum())
             counts["concordant"] += float(weight[eta < eta[one]].sum())

@@ -67,16 +67,18 @@ def cox(
             ends, or a grid that was made before. Bins have equal shares of the events, ten or more
             under a policy, whose `min_level` joins some, and ends of two digits. Events count at
             their bin's end, rows that are censored before its middle are not at risk there, and
-            the fit is that to such times. It says how far estimates may be off: a Newton step where
-            bins are joined in pairs, times 1 - 1 / s with s events a bin.
+            the fit is that to such times. It says how far estimates may be off: the length of two
+            Newton steps, where bins are joined in pairs from the first or the second on, times
+            1 - 1 / s with s events a bin.
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
         strata: Column of strata, each with a baseline of its own, at all sites the same or, under
             `per_site`, at each site; on other machines `levels`, as what values there are is known
             here only.
         entry: Column of the times at which rows come under observation, who count as at risk after
-            it only (left truncation); None if all are from 0. On a grid these are rounded down,
-            under a policy so that each time has no entry or `min_level`.
+            it only (left truncation); None if all are from 0. On a grid who enters after the middle
+            of a bin's events counts from the next bin on, and under a policy each time has no entry
+            or `min_level`.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
             `site`, of the sums of three sites at least, times J / (J - 1), with Student's t of
             J - 1 degrees of freedom for few sites. None takes the model's, and the
@@ -159,7 +161,7 @@ def cox(
         covariance = model @ meat @ model
     said = ()
     if shared is not None and not exact_times and names:
-        moves = state["coarser"].abs() / covariance.diagonal().sqrt()
+        moves = state["coarser"] / covariance.diagonal().sqrt()
         share = n / float((state["weight"] > 0).sum())
         most, term = (1 - 1 / share) * float(moves.max()), names[int(moves.argmax())]
         said = (

@@ -14,11 +14,12 @@ from torch import Tensor
 from bayesfl.base.display.sheet import Sheet, Shown, of_frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, with_likelihood
 from bayesfl.stats.survival.groups import ALL, group, groups_of
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import BINS, Grid, OfTimes, follow, followed, grid_of
+from bayesfl.stats.survival.times import BINS, Grid, OfTimes, entries, follow, followed, grid_of
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -32,11 +33,13 @@ class Counts(OfTimes):
         by: The G groups.
         robust: Whether also to ask for the sums of squared weights of rows by their last time, at 0
             of those at risk at none, without an event there and with one, [G, 1 + T, 2].
+        entry: Column of the times at which rows enter; None if all are at risk from 0.
     """
 
     grid: Grid
     by: Levels = ALL
     robust: bool = False
+    entry: str | None = None
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -46,25 +49,32 @@ class Counts(OfTimes):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
-        cells = self.cells(state, site)[0]
+        cells, entering = self.cells(state, site)
         g, t = self.shapes(state)["events"]
 
         def by_cell(values: Tensor) -> Tensor:
             return torch.bincount(cells, values, minlength=g * (1 + t) * 2).reshape(g, 1 + t, 2)
 
         leaving = by_cell(site.weights)
+        entered = torch.bincount(entering, site.weights, minlength=g * (1 + t)).reshape(g, -1)
         found = {
             "rows": by_cell(site.counts).sum((1, 2)),
-            "at_risk": leaving.sum(2).flip(1).cumsum(1).flip(1)[:, 1:],
+            "at_risk": (leaving.sum(2) - entered).flip(1).cumsum(1).flip(1)[:, 1:],
             "events": leaving[:, 1:, 1],
         }
         return {**found, "square": by_cell(site.weights.square())} if self.robust else found
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the cells of groups, times and events; see `SiteSurvey`."""
+        """Return the cells of groups, times and events, and those of groups and times of entry; see
+        `SiteSurvey`.
+        """
         times, events = followed(site, self.time, self.event)
         own = group(site.frame, self.by, site.name)
-        return [self.grid.cells(self.grid.last(site, times, events, own), events, own)]
+        last = self.grid.last(site, times, events, own)
+        first = self.grid.first(
+            site, entries(site, self.time, self.entry, times), last, events, own
+        )
+        return [self.grid.cells(last, events, own), own * (len(self.grid.ends) + 1) + first]
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,6 +91,7 @@ class KaplanMeier(Shown):
         log_variance: Variance of the logarithm of survival, [G, T], Greenwood's or the robust one;
             infinite where that is 0.
         told: What the times are, in words.
+        said: How far survival may be off for bins of times, in words.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
@@ -102,6 +113,7 @@ class KaplanMeier(Shown):
     counts: Tensor
     log_variance: Tensor
     told: str
+    said: str
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
     left_out: Mapping[str, str]
@@ -185,6 +197,7 @@ class KaplanMeier(Shown):
             f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
             + (f", {dropped} left out" if dropped else ""),
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            *filter(None, [self.said]),
             str(self.released),
         ]
         return of_frame(self.median(), f"Kaplan-Meier, {self.told}", lines)
@@ -214,6 +227,24 @@ def _log_variance(at_risk: Tensor, events: Tensor, square: Tensor | None) -> Ten
     return torch.where(_survival(at_risk, events) > 0, found, torch.inf)
 
 
+def _off(at_risk: Tensor, events: Tensor, log_variance: Tensor) -> Tensor:
+    """Return by how many standard errors survival changes, [G, T], where neighbouring times are
+    joined in pairs, from the first on and from the second on: who is censored between them is at
+    risk by half.
+    """
+    survival, found = _survival(at_risk, events), torch.zeros_like(at_risk)
+    for skip in (0, 1):
+        pairs = [
+            torch.cat([front, t], 1)[:, : (t.shape[1] + skip) // 2 * 2].unflatten(1, (-1, 2))
+            for t, front in ((at_risk, at_risk[:, :skip]), (events, 0 * events[:, :skip]))
+        ]
+        (first, second), (died, later) = (pair.unbind(2) for pair in pairs)
+        joined = _survival((first + second + died) / 2, died + later).clamp_min(0.0)
+        own = survival[:, 1 - skip :: 2]
+        found[:, 1 - skip :: 2] = (joined - own).abs() / own.clamp_min(1e-300)
+    return torch.where((found > 1e-12) & (at_risk > 0), found / log_variance.sqrt(), 0.0)
+
+
 @declared
 def kaplan_meier(
     sites: Sites,
@@ -223,11 +254,16 @@ def kaplan_meier(
     by: str | Levels | None = None,
     grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
+    entry: str | None = None,
     aggregation: Adder | None = None,
 ) -> KaplanMeier:
     """Estimate survival curves of the rows of all sites, by Kaplan and Meier.
 
     Under probability weights these are the weighted curves, and their errors robust.
+
+    On a grid survival is that at the ends of bins, and so are medians. It says how far survival may
+    be off there for who is censored in a bin: by how much it changes where bins are joined in
+    pairs, from the first or the second on.
 
     Args:
         sites: The sites, of `tables`, whose design and outcome are not read.
@@ -237,11 +273,16 @@ def kaplan_meier(
             values there are is known here only.
         grid: As in `cox`; with `by` each site has `min_level` events of each group in a bin.
         exact_times: Whether sites tell the times of events as they are.
+        entry: Column of the times at which rows come under observation, as in `cox`; not under
+            probability weights.
         aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
 
     Raises:
         ValueError: A time is not above 0 or beyond the grid, an event is not 0 or 1, no site has
             one, or a group is missing or none of the levels.
+
+    Warns:
+        UserWarning: Survival may be off by more than its standard error for the bins of times.
 
     Source: Kaplan and Meier, "Nonparametric estimation from incomplete observations", JASA 53,
         1958; robust errors as in Williams, "Product-limit survival functions with correlated
@@ -264,21 +305,39 @@ def kaplan_meier(
     known = follow(asked, time, event)
     times = grid_of(asked, time, event, known, grid, exact_times, by)
     told, robust = str(times), sites.weighing == "probability"
+    if robust and entry is not None:
+        raise ValueError("curves with entry= have no robust errors: take cox, or leave out weights")
     if exact_times:  # numbers at risk are told between events, too, and up to the horizon
         ends = tuple(sorted({*times.ends, *known.marks}))
         times = replace(times, ends=ends, middles=ends)
-    sums = asked.first(lambda count: Counts(time, event, times, groups_of(asked.sites, by), robust))
+    sums = asked.first(
+        lambda count: Counts(time, event, times, groups_of(asked.sites, by), robust, entry)
+    )
     kept = asked.sites.names
     there = sums["at_risk"].sum(0) > 0
     at_risk, events = sums["at_risk"], sums["events"]
+    variance = _log_variance(at_risk, events, sums.get("square"))
+    said = ""
+    if not exact_times:
+        off = _off(at_risk, events, variance)
+        most, place = off.amax(0).max(0)
+        said = (
+            f"survival may be off by {float(most):.2g} standard errors for its bins of times (at "
+            f"{times.ends[int(place)]:g})"
+        )
+        if most > 1:
+            warn(f"{said}: read curves up to there, or take exact_times=True")
     return KaplanMeier(
         groups=tuple(map(str, groups_of(asked.sites, by).levels)),
         times=torch.tensor(times.ends, dtype=torch.float64)[there],
         at_risk=at_risk[:, there],
         events=events[:, there],
         counts=sums["rows"],
-        log_variance=_log_variance(at_risk, events, sums.get("square"))[:, there],
-        told=told + (", robust errors" if robust else ""),
+        log_variance=variance[:, there],
+        told=told
+        + (f", entry at {entry!r}" if entry else "")
+        + (", robust errors" if robust else ""),
+        said=said,
         rows={name: known.rows[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
         left_out=asked.left_out,
@@ -295,6 +354,7 @@ def logrank(
     by: str | Levels,
     grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
+    entry: str | None = None,
     aggregation: Adder | None = None,
 ) -> Tested:
     """Test whether two or more groups have the same hazard, by the log-rank test over the rows of
@@ -307,6 +367,7 @@ def logrank(
         by: Column of groups, as of `kaplan_meier`.
         grid: As in `kaplan_meier`.
         exact_times: As in `kaplan_meier`.
+        entry: As in `kaplan_meier`.
         aggregation: As in `kaplan_meier`.
 
     Raises:
@@ -332,7 +393,9 @@ def logrank(
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     times = grid_of(asked, time, event, known, grid, exact_times, by)
-    sums = asked.first(lambda count: Counts(time, event, times, groups_of(asked.sites, by)))
+    sums = asked.first(
+        lambda count: Counts(time, event, times, groups_of(asked.sites, by), entry=entry)
+    )
     groups = groups_of(asked.sites, by)
     names = [str(level) for level in groups.levels]
     at_risk, events = sums["at_risk"], sums["events"]
@@ -356,7 +419,8 @@ def logrank(
     columns = {"rows": sums["rows"], "events": events.sum(1), "expected": expected}
     apart = [name for name, so in zip(names, compared.tolist(), strict=True) if not so]
     return Tested(
-        what=f"log-rank of {len(names)} groups of {groups.column}, {times}",
+        what=f"log-rank of {len(names)} groups of {groups.column}, {times}"
+        + (f", entry at {entry!r}" if entry else ""),
         statistic=statistic,
         degrees=degrees,
         p=float(stats.chi2.sf(statistic, degrees)),

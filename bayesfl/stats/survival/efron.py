@@ -119,15 +119,17 @@ def squares(rows: Rows) -> Tensors:
     }
 
 
-def paired(sums: Tensors, times: int) -> Tensors:
+def paired(sums: Tensors, times: int, skip: int) -> Tensors:
     """Return sums of `moments` and `squares` where neighbours of the `times` of a baseline are
-    joined in pairs: who is at risk at the first of a pair is at risk at both. Where more rows enter
-    than leave, those are who has an event at the first or is at risk at the second.
+    joined in pairs, from the first on or, to `skip` 1, from the second on: who is at risk at the
+    first of a pair is at risk at both. Where more rows enter than leave, those are who has an event
+    at the first or is at risk at the second.
     """
 
     def pairs(name: str) -> tuple[Tensor, Tensor]:
         found = sums[name].unflatten(0, (-1, times))
-        whole = torch.cat([found, torch.zeros_like(found[:, : times % 2])], 1).unflatten(1, (-1, 2))
+        around = (0, 0) * (found.dim() - 2) + (skip, (times + skip) % 2)
+        whole = torch.nn.functional.pad(found, around).unflatten(1, (-1, 2))
         return whole[:, :, 0].flatten(0, 1), whole[:, :, 1].flatten(0, 1)
 
     joined = {name: torch.add(*pairs(name)) for name in ("tied", "n_tied", "weight", "tied_square")}

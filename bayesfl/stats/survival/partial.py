@@ -18,7 +18,7 @@ from bayesfl.stats.asking import AfterFit
 from bayesfl.stats.fit import ALONE
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
-from bayesfl.stats.survival.times import Grid, OfTimes, followed
+from bayesfl.stats.survival.times import Grid, OfTimes, entries, followed
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -101,16 +101,19 @@ class PartialLikelihood(OfTimes):
 
     def _shared(self, theta: Tensor, total: Tensors) -> Tensors:
         """Return `efron.hazards` with the Hessian, whether rows are `followed` until each time,
-        and `coarser`, Newton's step to the minimum where neighbouring times are joined in pairs,
-        [p].
+        and `coarser`, the length of Newton's steps to the minimum where neighbouring times are
+        joined in pairs, from the first on and from the second on, [p]: one step alone may be short
+        by chance.
         """
-        joined = efron.paired(total, len(total["weight"]) // len(self.strata.levels))
-        _, slope, hessian = self._penalised(theta, _likelihood(joined))
-        found = _likelihood(total)
+        found, moves = _likelihood(total), []
+        for skip in (0, 1):
+            joined = efron.paired(total, len(total["weight"]) // len(self.strata.levels), skip)
+            _, slope, hessian = self._penalised(theta, _likelihood(joined))
+            moves.append(torch.linalg.pinv(hessian, hermitian=True) @ slope)
         return found | {
             "variance": found["variance"] / self.unit,
             "followed": total["risk"][:, 0] > 0,
-            "coarser": -torch.linalg.pinv(hessian, hermitian=True) @ slope,
+            "coarser": torch.stack(moves).norm(dim=0),
         }
 
     def _penalised(self, theta: Tensor, found: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +158,9 @@ class PartialLikelihood(OfTimes):
             eta=design @ theta + site.offset,
             weights=site.weights / self.unit,
             events=events,
-            first=grid.first(site, self.entries(site, times), last, stratum),
+            first=grid.first(
+                site, entries(site, self.time, self.entry, times), last, events, stratum
+            ),
             last=last,
             stratum=stratum,
             times=len(grid.ends),
@@ -173,20 +178,6 @@ class PartialLikelihood(OfTimes):
     def baseline(self, state: Tensors, rows: efron.Rows) -> Tensors:
         """Return `efron.hazards` of the baseline of a site's rows."""
         return efron.hazards(efron.moments(rows)) if self.grid is None else state
-
-    def entries(self, site: Site, times: Tensor) -> Tensor:
-        """Return the times at which a site's rows enter, [n], by the times at which they leave.
-
-        Raises:
-            ValueError: A row leaves before it enters.
-        """
-        entries = torch.zeros_like(times) if self.entry is None else site.column(self.entry)
-        if never := int((entries >= times).sum()):
-            raise ValueError(
-                f"site {site.name!r} has {never} rows whose {self.entry!r} is not before "
-                f"{self.time!r}, who were never at risk; leave them out"
-            )
-        return entries
 
 
 def _likelihood(sums: Tensors) -> Tensors:

@@ -50,6 +50,13 @@ class Grid:
     middles: tuple[float, ...] | None = None
     share: float = 0.0
 
+    @property
+    def bins(self) -> Tensor:
+        """Return the ends and the middles, [2, T]."""
+        starts = (0.0, *self.ends[:-1])
+        halfway = tuple((low + end) / 2 for low, end in zip(starts, self.ends, strict=True))
+        return torch.tensor((self.ends, self.middles or halfway), dtype=torch.float64)
+
     def last(self, site: Site, times: Tensor, events: Tensor, group: Tensor) -> Tensor:
         """Return the place of the last time at which each row is at risk, [n], where rows that have
         an event have it; -1 if none.
@@ -66,9 +73,7 @@ class Grid:
         Raises:
             ValueError: An event is beyond the last time.
         """
-        starts = (0.0, *self.ends[:-1])
-        halfway = tuple((low + end) / 2 for low, end in zip(starts, self.ends, strict=True))
-        ends, middles = torch.tensor((self.ends, self.middles or halfway), dtype=torch.float64)
+        ends, middles = self.bins
         if beyond := int((events & (times > ends[-1])).sum()):
             raise ValueError(
                 f"site {site.name!r} has {beyond} events beyond the grid's last end, "
@@ -78,9 +83,12 @@ class Grid:
         last = last - (~events & (times < middles[last])).long()
         return self._joined(site, last, ~events, group, 1 / 2)
 
-    def first(self, site: Site, entries: Tensor, last: Tensor, group: Tensor) -> Tensor:
-        """Return the place of the first time after each entry, [n], last + 1 at most: entries are
-        rounded down.
+    def first(
+        self, site: Site, entries: Tensor, last: Tensor, events: Tensor, group: Tensor
+    ) -> Tensor:
+        """Return the place of the first time at which each row is at risk, [n], last + 1 at most,
+        and last of rows that have an event there: a row that enters after the middle of a bin's
+        events is at risk from the next bin on.
 
         Where the site has a policy, as many rows of a group enter at a time as its `min_level`,
         those near one another at the time of the first one.
@@ -89,10 +97,13 @@ class Grid:
             site: The site.
             entries: When its rows enter, [n].
             last: As by `last`, [n].
+            events: Whether they end in an event, [n].
             group: Which rows are counted together, [n].
         """
-        ends = torch.tensor(self.ends, dtype=torch.float64)
-        first = torch.minimum(torch.searchsorted(ends, entries, right=True), last + 1)
+        ends, middles = self.bins
+        first = torch.searchsorted(ends, entries, right=True)
+        first = first + (entries > middles[first.clamp_max(len(ends) - 1)]).long()
+        first = torch.minimum(first, last + (~events).long())
         return self._joined(site, first, first >= 0, group, 0)
 
     def _joined(
@@ -145,6 +156,21 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
             f"{event!r}; recode it"
         )
     return times, events == 1
+
+
+def entries(site: Site, time: str, entry: str | None, times: Tensor) -> Tensor:
+    """Return the times at which a site's rows enter, [n], by the times at which they leave.
+
+    Raises:
+        ValueError: A row leaves before it enters.
+    """
+    found = torch.zeros_like(times) if entry is None else site.column(entry)
+    if never := int((found >= times).sum()):
+        raise ValueError(
+            f"site {site.name!r} has {never} rows whose {entry!r} is not before {time!r}, who were "
+            "never at risk; leave them out"
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -114,14 +114,20 @@ def test_strata_and_entry_times(
 
 
 def test_entry_times_and_strata_on_a_grid():
-    """Entries are rounded down; who is censored early in the bin of his entry has no part."""
+    """Entries before the middle of a bin are rounded down, later ones up, but for who has an event
+    in that bin; who is censored early in the bin of his entry has no part.
+    """
     rows, ends = entered(), [0.5, 1, 2, 4, 8, 16, 40]
     options: Any = {"time": "untied", "event": "event", "strata": bf.stats.levels("arm", [0, 1])}
     terms = [term for term in TERMS if term != "arm"]
     with pytest.warns(UserWarning, match="events share a bin"):
         fit = bf.stats.cox(sites(rows, terms=terms), **options, entry="entry_untied", grid=ends)
-    place = np.searchsorted(ends, pooled(rows)["entry_untied"], side="right")
-    known = rounded("untied", ends)[1].assign(entry_untied=np.array([0.0, *ends])[place])
+    start, (_, known) = pooled(rows)["entry_untied"], rounded("untied", ends)
+    place = np.searchsorted(ends, start, side="right")
+    middle = ((np.array([0.0, *ends[:-1]]) + ends) / 2)[place]
+    own = (known["event"] == 1) & (known["untied"] == np.array(ends)[place])
+    place = place + ((start > middle) & ~own)
+    known = known.assign(entry_untied=np.array([0.0, *ends])[place])
     known = known[known["untied"] > known["entry_untied"]]
     columns = [column for column in COLUMNS if column != "arm"]
     wanted, _ = anchor(known, "untied", "shared", columns, ["arm"], entry_col="entry_untied")
@@ -239,17 +245,25 @@ def test_the_default_bins_of_skewed_times(times: str, slip: bool):
 
 
 def test_how_far_bins_may_lead():
-    """A Newton step where who is in a pair of bins is in one, times 1 - 1 / s."""
+    """Two Newton steps where who is in a pair of bins is in one, times 1 - 1 / s."""
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
     late, *_ = by_hand(theta, 3)
-    joined = efron.hazards(efron.paired(efron.moments(late) | efron.squares(late), late.times))
-    assert joined["loss"].isfinite()
+    sums, hazard = efron.moments(late) | efron.squares(late), late.eta.exp() * late.weights
+    for skip in (0, 1):  # entered counts where more enter than leave
+        risk = efron.paired(sums, late.times, skip)["risk"][:, 0].reshape(3, -1)
+        for stratum, pair in np.ndindex(*risk.shape):
+            own, time = hazard * (late.stratum == stratum), 2 * pair - skip
+            first, second = ((late.first <= t) & (t <= late.last) for t in (time, time + 1))
+            second |= first & late.events & (late.last == time)
+            close(risk[stratum, pair], max(own[first].sum(), own[second].sum()), rtol=1e-12)
     rows = replace(late, first=torch.zeros_like(late.first))
-    pairs = replace(rows, last=rows.last.div(2, rounding_mode="floor"), times=-(-rows.times // 2))
     sums = efron.moments(rows) | efron.squares(rows)
-    wanted = efron.moments(pairs) | efron.squares(pairs)
-    for name, found in efron.paired(sums, rows.times).items():
-        close(found, wanted[name], atol=1e-12)
+    for skip in (0, 1):
+        last = torch.where(rows.last < 0, -1, (rows.last + skip).div(2, rounding_mode="floor"))
+        pairs = replace(rows, last=last, times=-(-(rows.times + skip) // 2))
+        wanted = efron.moments(pairs) | efron.squares(pairs)
+        for name, found in efron.paired(sums, rows.times, skip).items():
+            close(found, wanted[name], atol=1e-12)
     given, standardised = sites(), {"centre": (50.0, 0.5, 0.3, 0.3), "scale": (10.0, 1.0, 1.0, 1.0)}
     two = Grid((2.0, 40.0), True, middles=(0.0, 21.0))
     survey = PartialLikelihood("untied", "event", 4, two, prior=0.5, **standardised)
@@ -259,7 +273,8 @@ def test_how_far_bins_may_lead():
     total = given.ask(one, None)({"theta": theta}, one.shapes({}), {})
     joined = efron.hazards(total)
     hessian = efron.hessian(joined, total) + 4 * torch.eye(4, dtype=torch.float64)
-    close(state["coarser"], -torch.linalg.solve(hessian, joined["slope"] + 4 * theta), atol=1e-10)
+    move = torch.linalg.solve(hessian, joined["slope"] + 4 * theta)
+    close(state["coarser"], move.abs(), atol=1e-10)  # from the second bin on nothing is joined
     with pytest.warns(UserWarning, match="events share"):
         fit = bf.stats.cox(given, time="untied", event="event", grid=[2.0, 5.0, 40.0])
     share = sum(fit.events.values()) / 3
@@ -315,6 +330,14 @@ def by_hand(theta: torch.Tensor, strata: int) -> tuple[efron.Rows, torch.Tensor,
         strata=strata,
     )
     return rows, times, entries
+
+
+def test_a_fit_without_a_site_keeps_the_strata():
+    """Also those of which the others have no row."""
+    rows = {site: frame.assign(arm=int(site == "east")) for site, frame in frames().items()}
+    fit = fitted("untied", "shared", sites(rows, terms=["age"]), strata="arm")
+    others = fitted("untied", "shared", sites(terms=["age"]).only(["north", "south", "west"]))
+    close(fit.without("east").estimate, others.estimate, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("strata", [1, 3])

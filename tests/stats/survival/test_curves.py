@@ -131,6 +131,7 @@ def test_a_test_of_nothing_is_refused():
             bf.stats.logrank(given, time="t", event="d", by="g", exact_times=True)
 
 
+@pytest.mark.filterwarnings("ignore:survival may be off")
 def test_a_grid_is_times_rounded():
     """By default bins of the events, or by ends."""
     for grid in (100, [1, 5, 40]):
@@ -145,6 +146,78 @@ def test_a_grid_is_times_rounded():
                 rows["untied"], rows["arm"], rows["event"]
             )
             close(test.statistic, known.test_statistic, rtol=1e-10)
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_entry_times(time: str):
+    """Curves beside lifelines'; log-rank beside the score test of Cox's regression, whose variance
+    is the same, in a loop over times.
+    """
+    rows = {
+        site: frame.assign(entry=np.floor(frame[time] * (np.arange(len(frame)) % 3) / 3))
+        for site, frame in frames().items()
+    }
+    given, known = sites(rows), pooled(rows)
+    found = curves(time, "arm", given, entry="entry")
+    for place, arm in enumerate((0, 1)):
+        own = known[known["arm"] == arm]
+        wanted = lifelines.KaplanMeierFitter().fit(own[time], own["event"], entry=own["entry"])
+        table = found.table().loc[str(arm)]
+        close(table["survival"], wanted.predict(table.index), atol=1e-12)
+        risk = [((own["entry"] < t) & (own[time] >= t)).sum() for t in found.times.tolist()]
+        close(found.at_risk[place], risk)
+        steps = table["events"] / table["at risk"] / (table["at risk"] - table["events"])
+        wanted = (table["survival"] * steps.cumsum() ** 0.5).where(table["survival"] > 0, 0.0)
+        close(table["se"], wanted, atol=1e-12)
+    test = bf.stats.logrank(
+        given, time=time, event="event", by="arm", exact_times=True, entry="entry"
+    )
+    excess = variance = 0.0
+    for t in known.loc[known["event"] == 1, time].unique():
+        there = known[(known["entry"] < t) & (known[time] >= t)]
+        n, d = len(there), ((there[time] == t) & (there["event"] == 1)).sum()
+        share = there["arm"].mean()
+        excess += (
+            (there[time] == t) & (there["event"] == 1) & (there["arm"] == 1)
+        ).sum() - d * share
+        variance += d * share * (1 - share) * (n - d) / (n - 1) if n > 1 else 0.0
+    close(test.statistic, excess**2 / variance, rtol=1e-10)
+    assert "entry at 'entry'" in str(found)
+    assert "entry at 'entry'" in str(test)
+    cells = found.table(), curves(time, "arm", given, entry="entry", exact_times=False).table()
+    assert abs(cells[0]["at risk"].iloc[0] - cells[1]["at risk"].iloc[0]) < 30
+    with pytest.raises(ValueError, match="no robust errors"):
+        curves(time, None, weighted(lambda n: np.ones(n))[0], entry="entry")
+
+
+def test_how_far_survival_may_be_off_on_a_grid():
+    """By how much it moves where neighbouring bins are one, in a loop; a long tail warns."""
+    rng = np.random.default_rng(2)
+    t, c = rng.weibull(0.8, 4000) * 10 + 1e-3, rng.exponential(12, 4000)
+    rows = pd.DataFrame({"t": np.minimum(t, c), "d": t <= c})
+    given = bf.stats.tables({"a": rows[::2], "b": rows[1::2]}, also=["t", "d"])
+    with pytest.warns(UserWarning, match="survival may be off by .* standard errors"):
+        found = bf.stats.kaplan_meier(given, time="t", event="d")
+    n, d = found.at_risk[0].tolist(), found.events[0].tolist()
+    off = [0.0] * len(n)
+    for begin in (0, 1):
+        survival = 1 - d[0] / n[0] if begin else 1.0
+        for k in range(begin, len(n) - 1, 2):
+            left = n[k] - d[k] - n[k + 1]
+            survival *= 1 - (d[k] + d[k + 1]) / (n[k] - left / 2)
+            moved = abs(survival - float(found.survival[0, k + 1]))
+            error = float(found.error[0, k + 1])
+            off[k + 1] = moved / error if error else 0.0
+    most = int(np.argmax(off))
+    assert f"off by {off[most]:.2g} standard errors" in found.said
+    assert f"(at {found.times[most]:g})" in str(found)
+    exact = bf.stats.kaplan_meier(given, time="t", event="d", exact_times=True)
+    assert not exact.said
+    before = found.times < found.times[most]
+    wanted = lifelines.KaplanMeierFitter().fit(rows["t"], rows["d"])
+    true = torch.tensor(wanted.predict(found.times.tolist()).to_numpy())
+    moved = (found.survival[0] - true).abs() / found.error[0]
+    assert float(moved[before].max()) < 1 < float(moved[most])
 
 
 def weighted(weights: Any) -> Any:

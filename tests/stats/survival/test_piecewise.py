@@ -50,6 +50,29 @@ def test_the_poisson_table_of_expanded_rows(time: str, intercept: Any):
     assert dict(fit.events) == pooled().groupby("site")["event"].sum().to_dict()
 
 
+def test_weights_offsets_and_evidence():
+    """Those of Poisson's regression of expanded rows, less the log of each event's exposure."""
+    rows = expanded("tied").assign(shift=lambda t: t["age"] / 20)
+    levels = [f"level {k}" for k in (1, 2, 3)]
+    rows = rows.assign(**{name: rows["interval"] == int(name[-1]) for name in levels})
+    rows["log_spent"] = np.log(rows["spent"]) + rows["shift"]
+    moved = {site: frame.assign(shift=frame["age"] / 20) for site, frame in frames().items()}
+    given = sites(moved, terms=["arm"], offset="shift", frequency_weights="count")
+    fit = bf.stats.piecewise(given, time="tied", event="event", cuts=CUTS)
+    x = np.column_stack([np.ones(len(rows)), rows[["arm", *levels]].to_numpy(float)])
+    known: dict[str, Any] = {"offset": rows["log_spent"], "freq_weights": rows["count"]}
+    wanted = sm.GLM(rows["died"], x, sm.families.Poisson(), **known).fit(tol=1e-14)
+    close(fit.estimate, wanted.params, rtol=0, atol=1e-9)
+    close(fit.covariance.diagonal().sqrt(), wanted.bse, rtol=0, atol=1e-8)
+    exposure = (rows["count"] * rows["died"]) @ np.log(rows["spent"])
+    close(fit.log_likelihood, wanted.llf - exposure, rtol=0, atol=1e-8)
+    named: dict[str, Any] = {"offset": "log_spent", "frequency_weights": "count"}
+    plain = bf.stats.tables({"all": rows}, outcome="died", terms=["arm", *levels], **named)
+    evidence = bf.stats.glm(plain, family="poisson", prior=2.5).evidence
+    fit = bf.stats.piecewise(given, time="tied", event="event", cuts=CUTS, prior=2.5)
+    close(fit.evidence, evidence - exposure, rtol=0, atol=1e-8)
+
+
 def test_the_likelihood_is_that_of_times():
     """Without terms: of each interval, events times the log of their rate, less events; so fits of
     other cuts compare.
