@@ -80,38 +80,22 @@ class Refits(Shown, ABC):
     Args:
         model: What was fitted, in words.
         names: Names of the parameters.
-        ratio: What the exponential of a coefficient is called; None where it says nothing.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
         said: What else to know of the estimates, in words.
-        log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
-            weights a pseudo-likelihood, of weights whose mean is 1.
-        parameters: Number of parameters, own intercepts included.
-        likelihood: Of what the likelihood is, in words, by which fits compare.
-        evidence: Log marginal likelihood, in nats; None without a prior.
-        weighing: What the weights of rows were.
-        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
-            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
         released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
 
     model: str
     names: tuple[str, ...]
-    ratio: str | None
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
     left_out: Mapping[str, str]
     events: Mapping[str, float] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    log_likelihood: float
-    parameters: int
-    likelihood: str
-    evidence: float | None = None
-    weighing: Weighing = "none"
-    further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     released: Released
     refit: Callable[[Sequence[str]], Any]
 
@@ -131,26 +115,6 @@ class Refits(Shown, ABC):
         return dict(
             zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(like=" %")), strict=True)
         )
-
-    @property
-    def aic(self) -> float:
-        """Return Akaike's criterion, 2 k - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "AIC")
-        return 2 * self.parameters - 2 * self.log_likelihood
-
-    @property
-    def bic(self) -> float:
-        """Return Schwarz's criterion, k log n - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "BIC")
-        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
 
     @abstractmethod
     def table(self, level: float = 0.95) -> Any:
@@ -272,7 +236,70 @@ class Refits(Shown, ABC):
         }
         return self._refitted(parts, term, level)
 
-    def compare(self, other: "Refits") -> str:
+    def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
+        if term not in self.names:
+            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
+        rows: dict[str, dict[str, Any]] = {}
+        for name, sites in parts.items():
+            try:
+                with self.released.also():
+                    row = {**self.refit(sites).interval(term, level), "why": ""}
+            except ValueError as error:
+                # The remedy, behind a colon or a consequence, is for a fit of one's own.
+                row = {"why": str(error).partition(":")[0].partition(", so")[0]}
+            rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
+        rows |= {site: {"why": why} for site, why in self.left_out.items()}
+        everyone = sum(self.rows.values())
+        rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
+        found = pandas.DataFrame.from_dict(rows, orient="index")
+        return found[["estimate", "low", "high", "rows", "why"]]
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Compared(Refits, ABC):
+    """A fit that compares with others by its likelihood.
+
+    Args:
+        ratio: What the exponential of a coefficient is called; None where it says nothing.
+        log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
+            weights a pseudo-likelihood, of weights whose mean is 1.
+        parameters: Number of parameters, own intercepts included.
+        likelihood: Of what the likelihood is, in words, by which fits compare.
+        evidence: Log marginal likelihood, in nats; None without a prior.
+        weighing: What the weights of rows were.
+        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
+            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
+    """
+
+    ratio: str | None
+    log_likelihood: float
+    parameters: int
+    likelihood: str
+    evidence: float | None = None
+    weighing: Weighing = "none"
+    further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    @property
+    def aic(self) -> float:
+        """Return Akaike's criterion, 2 k - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "AIC")
+        return 2 * self.parameters - 2 * self.log_likelihood
+
+    @property
+    def bic(self) -> float:
+        """Return Schwarz's criterion, k log n - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "BIC")
+        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
+
+    def compare(self, other: "Compared") -> str:
         """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
 
         The sites of both are asked for a hash of the rows that were used. Those of `mixed` compare
@@ -327,27 +354,9 @@ class Refits(Shown, ABC):
         with self.released.also():
             return self.further[question](*given, **options)
 
-    def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
-        if term not in self.names:
-            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
-        rows: dict[str, dict[str, Any]] = {}
-        for name, sites in parts.items():
-            try:
-                with self.released.also():
-                    row = {**self.refit(sites).interval(term, level), "why": ""}
-            except ValueError as error:
-                # The remedy, behind a colon or a consequence, is for a fit of one's own.
-                row = {"why": str(error).partition(":")[0].partition(", so")[0]}
-            rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
-        rows |= {site: {"why": why} for site, why in self.left_out.items()}
-        everyone = sum(self.rows.values())
-        rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
-        found = pandas.DataFrame.from_dict(rows, orient="index")
-        return found[["estimate", "low", "high", "rows", "why"]]
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Fit(Refits):
+class Fit(Compared):
     """A fit to the rows of all sites; `print` shows its table.
 
     Args:

@@ -55,7 +55,7 @@ from bayesfl.stats.asking import (
     with_likelihood,
 )
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
-from bayesfl.stats.fit import Refits, inverse, summaries
+from bayesfl.stats.fit import Compared, inverse, summaries
 from bayesfl.stats.hierarchy import Groups, Phi
 from bayesfl.stats.tables import Site, Tables
 from bayesfl.stats.terms import column_of, numbers
@@ -584,7 +584,7 @@ class Level:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Mixed(Refits):
+class Mixed(Compared):
     """The posterior of a mixed model over sites; `print` shows its table.
 
     Args:

@@ -162,7 +162,7 @@ def test_predictions_and_likelihoods():
     again = fit.predict("a")["y"]
     assert again.shape == (500, 4)
     assert float(again.std()) == pytest.approx(1.06, abs=0.1)
-    logs = fit.log_likelihood("b")["y"]
+    logs = fit.pointwise("b")["y"]
     wanted = dist.Normal(fit.draws["mu"][:, None], 1.0).log_prob(Y + 1)
     assert torch.allclose(logs, wanted)
     data = fit.to_arviz()

@@ -371,11 +371,11 @@ class Posterior(Refits):
         """Return the log density of each row of a site given the others, [n], in nats."""
         import arviz
 
-        logs = torch.cat(list(self.log_likelihood(site).values()), 1).numpy()
+        logs = torch.cat(list(self.pointwise(site).values()), 1).numpy()
         found, _ = arviz.psislw(-logs.T)
         return np.asarray(np.logaddexp.reduce(found + logs.T, axis=1))
 
-    def log_likelihood(self, site: str) -> Tensors:
+    def pointwise(self, site: str) -> Tensors:
         """Return the log likelihood of each row of a site at the draws, {statement: [S, n]}, in
         nats.
         """
@@ -400,7 +400,7 @@ class Posterior(Refits):
         more: dict[str, dict[str, Any]] = {}
         for site, local in self.here.items():
             if local.program is not None:
-                for name, t in self.log_likelihood(site).items():
+                for name, t in self.pointwise(site).items():
                     more.setdefault("log_likelihood", {})[f"{name} ({site})"] = t[None].numpy()
                 for name, t in self.predict(site).items():
                     more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[
