@@ -79,15 +79,13 @@ class Layout:
 
     def __init__(self, model: nn.Module, pattern: Pattern) -> None:
         for name, module in model.named_modules():
-            if of_pyro := {
-                **vars(module).get("_pyro_samples", {}),
-                **vars(module).get("_pyro_params", {}),
-            }:
-                raise ValueError(
-                    f"{'.'.join(filter(None, (name, next(iter(of_pyro)))))!r} is a PyroSample or "
-                    "PyroParam, which has a prior of its own and is no weight to be trained: "
-                    "bf.pyro.fit fits a Pyro model; or make it a torch.nn.Parameter"
-                )
+            for own in ("_pyro_samples", "_pyro_params"):
+                for one in vars(module).get(own, ()):
+                    raise ValueError(
+                        f"{f'{name}.{one}'.lstrip('.')!r} is a PyroSample or PyroParam, and no "
+                        "weight of torch's: bf.pyro.fit fits a Pyro model with its priors; "
+                        "torch.nn.utils.parametrize gives a torch.nn.Parameter a range"
+                    )
         every, also = dict(model.named_parameters()), aliases(model)
         covered = {
             name: p

@@ -60,7 +60,7 @@ def test_posteriors_refuse_weights_that_they_do_not_see(make, called):
     if make is Stray:  # Pyro's store keeps its precision, and NUTS computes in float64
         fits.append(lambda: nuts(model, X, Y, likelihood=Categorical(), precision=1.0))
     for fit in fits:
-        with pytest.raises(ValueError, match=r"none of its parameters, .*PyroParam.*parametrize"):
+        with pytest.raises(ValueError, match=r"PyroParam.*parametrize"):
             fit()
 
 
