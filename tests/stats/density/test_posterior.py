@@ -35,10 +35,10 @@ def fitted(**options: Any) -> Posterior:
     return bf.stats.posterior(schools, SCHOOLS, shared=SHARED, local=local, prior=prior, **options)
 
 
-def near(draws: Tensor, reference: dict[str, float]) -> None:
-    """Mean within .1 standard deviations, and these within a twentieth."""
+def near(draws: Tensor, reference: dict[str, float], share: float = 0.05) -> None:
+    """Mean within .1 standard deviations, and these within a share."""
     assert abs(float(draws.mean()) - reference["mean"]) < 0.1 * reference["sd"]
-    assert 0.95 < float(draws.std()) / reference["sd"] < 1.05
+    assert abs(float(draws.std()) / reference["sd"] - 1) < share
 
 
 def test_eight_schools_are_posteriordbs():
@@ -54,10 +54,10 @@ def test_eight_schools_are_posteriordbs():
 
 @pytest.mark.slow
 def test_chains_agree():
-    """The exact way, by questions of slopes."""
+    """The exact way, by questions of slopes; of a thousand dependent draws deviations vary more."""
     fit = fitted(exact=True)
     for name, t in fit.draws.items():
-        near(t, REFERENCES["posteriordb"][name])
+        near(t, REFERENCES["posteriordb"][name], 0.1)
 
 
 def regression(shared: Any, own: Any, rows: Any) -> Tensor:
