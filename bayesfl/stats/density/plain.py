@@ -1,6 +1,7 @@
 """The posterior of a plain function, log p(rows, own | shared), over sites."""
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -69,7 +70,10 @@ def site_of(name: str, rows: Any, local: Local) -> Site:
         index=range(count),
     )
     zeros = torch.zeros(count, dtype=torch.float64)
-    return Site(name, frame, zeros[:, None][:, :0], None, zeros, zeros + 1, local=local)
+    told = [one.astype(str) if one.dtype == object else one for one in arrays]
+    digest = sha256(b"".join(one.tobytes() for one in told)).hexdigest()
+    x = zeros[:, None][:, :0]
+    return Site(name, frame, x, None, zeros, zeros + 1, rows=digest, local=local)
 
 
 def tables_of(

@@ -20,6 +20,7 @@ hyperparameters.
 """
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,13 @@ from torch import Tensor
 from torch.func import grad, hessian, vmap
 
 from bayesfl.base.options import Count
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Mixture, weighted
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, counted
+from bayesfl.stats.asking import Questions, Sites, counted, used_rows
 from bayesfl.stats.density.integral import Unasked
 from bayesfl.stats.density.parameters import Parameter, constrained, entries
 from bayesfl.stats.density.questions import Begin, Marginals, OwnDraws
@@ -263,6 +265,7 @@ class Posterior(Refits):
         effective: Effective number of the weighted draws.
         integrals: {site: Pareto's k-hat of the approximation of its own integral}.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
+        used_rows: Function (key) -> {site: keyed hash of its rows}, of which sites are asked.
 
     Example:
         >>> import torch
@@ -284,6 +287,7 @@ class Posterior(Refits):
     effective: float
     integrals: Mapping[str, float]
     evidence: float
+    used_rows: Callable[[str], dict[str, Any]]
 
     def table(self, level: float = 0.95) -> Any:
         """Return means, standard deviations and intervals of what sites share as a data frame of
@@ -346,11 +350,19 @@ class Posterior(Refits):
         proper priors alone, and, of Pyro models at sites on this machine, by leaving out rows.
 
         Args:
-            other: The other fit.
+            other: The other fit, to the same rows, of which sites are asked for a hash.
+
+        Raises:
+            ValueError: They are of other rows.
 
         Source: Vehtari, Gelman, Gabry, "Practical Bayesian model evaluation using leave-one-out
             cross-validation and WAIC", Statistics and Computing 27, 2017.
         """
+        key = current().every(lambda: secrets.token_hex(16))[0]
+        with self.released.also(), other.released.also():
+            here, there = self.used_rows(key), other.used_rows(key)
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
+            raise ValueError(f"the fits are of other rows of {others}; fit both to the same")
         lines = [
             f"A: {self.model}",
             f"B: {other.model}",
@@ -509,6 +521,7 @@ def fitted(
         k_hat=drawn.k_hat,
         integrals=dict(zip(sites.names, integrals.tolist(), strict=True)),
         evidence=drawn.evidence,
+        used_rows=lambda key: used_rows(asked.again(), key),
         released=asked.released,
         refit=lambda chosen: fitted(
             sites.only(chosen),

@@ -100,6 +100,9 @@ def test_a_conjugate_model_is_its_closed_form():
     assert np.allclose(hidden.table(), fit.table(), atol=1e-5)
     assert "nobody saw a single site's" in str(hidden.released)
     assert "log Bayes factor of A over B 0.0000" in fit.compare(fit)
+    rows["b"] = (rows["b"][0], rows["b"][1] + 1)
+    with pytest.raises(ValueError, match=r"other rows of \['b'\]"):
+        fit.compare(bf.stats.posterior(regression, rows, **options))
 
 
 @pytest.mark.slow
