@@ -9,7 +9,7 @@ from torch.func import grad, hessian, vmap
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.surveys import PerClient
+from bayesfl.base.surveys import NotNegativePerClient, PerClient
 from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.density.parameters import entries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
@@ -35,7 +35,11 @@ class Begin(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j = self.sites
-        return {"begin": PerClient((j, self.size)), "prior": PerClient((j, 2)), "rows": (j,)}
+        return {
+            "begin": PerClient((j, self.size)),
+            "prior": PerClient((j, 2)),
+            "rows": NotNegativePerClient((j,)),
+        }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's; see `SiteSurvey`."""
