@@ -43,8 +43,9 @@ nb_execution_raise_on_error = True
 nb_output_stderr = "error"
 nb_merge_streams = True
 nb_render_image_options = {"alt": "What the lines above draw"}
-# The warning of tqdm where ipywidgets are not installed, for the notebooks' processes.
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
+# For the notebooks' processes: the warning of tqdm where ipywidgets are not installed, and the one
+# that ArviZ gives with its first import of a day.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
