@@ -579,9 +579,10 @@ def main() -> None:
     given = script.arguments(__doc__, **options)
     made = script.made()
     if given.against:
-        found = against(given.against, given.rows, given.quick)
-        if not given.quick:
-            script.write_rows("against", {name: {**row, **made} for name, row in found.items()})
+        for chosen in given.rows:
+            found = against(given.against, [chosen], given.quick)
+            if not given.quick:
+                script.write_rows("against", {name: {**row, **made} for name, row in found.items()})
         return
     table = rows(given.quick)
     for name in given.rows:
