@@ -7,7 +7,7 @@ parameter store is left as it was.
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.func import vmap
 from bayesfl.base.options import nearest
 from bayesfl.base.protocols import Tensors
 from bayesfl.stats.density.integral import Integral, Parts, Unasked
-from bayesfl.stats.density.local import Local
+from bayesfl.stats.density.local import Local, Rows
 from bayesfl.stats.density.parameters import Parameter, constrained, unconstrained
 from bayesfl.stats.density.plain import groups_of, in_double
 
@@ -51,11 +51,14 @@ class Program:
     @classmethod
     def of(cls, model: Callable[..., Any], site: str, rows: Any) -> "Program":
         """Return the model at rows: a tuple of arguments, a mapping of named ones, or one."""
-        rows = in_double(rows)
         model = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
-        if isinstance(rows, dict):
-            return cls(model, site, (), rows)
-        return cls(model, site, rows if isinstance(rows, tuple) else (rows,), {})
+        return cls(model, site, (), {}).at(in_double(rows))
+
+    def at(self, rows: Any) -> "Program":
+        """Return the model at other rows."""
+        named = isinstance(rows, dict)
+        given = () if named else rows if isinstance(rows, tuple) else (rows,)
+        return replace(self, args=given, options=rows if named else {})
 
     def nodes(self, values: Tensors, *given: Any, **options: Any) -> dict[str, Any]:
         """Return the model's sample statements by name, as Pyro traces them, at values of some.
@@ -207,12 +210,15 @@ class Program:
         """
         ours, own, begin, middle = self.parameters(shared)
 
-        def at(phi: Tensor, z: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-            values, log_jacobian = constrained(own, z)
-            return self.log_probs(constrained(ours, phi)[0] | values), log_jacobian
+        rows = Rows.of(self.options or self.args)
 
-        def density(phi: Tensor, z: Tensor) -> Tensor:
-            logs, log_jacobian = at(phi, z)
+        def at(phi: Tensor, z: Tensor, *tensors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+            values, log_jacobian = constrained(own, z)
+            program = self.at(rows.having(tensors)) if tensors else self
+            return program.log_probs(constrained(ours, phi)[0] | values), log_jacobian
+
+        def density(phi: Tensor, z: Tensor, *tensors: Tensor) -> Tensor:
+            logs, log_jacobian = at(phi, z, *tensors)
             return sum((t.sum() for n, t in logs.items() if n not in shared), log_jacobian)
 
         def prior(phi: Tensor, z: Tensor = middle) -> Tensor:
@@ -232,7 +238,8 @@ class Program:
                 f"the prior of {', '.join(shared)} depends on the site's own parameters: list "
                 "these in shared=, too, or make it depend on none"
             )
-        return ours, Local(Integral(density, parts, middle), own, begin, prior, self)
+        integral = Integral(density, parts, middle[None], width=rows.longest)
+        return ours, Local(integral, own, begin, prior, rows, self)
 
     def _parameter(self, name: str, node: Any) -> Parameter:
         if node["fn"].support.is_discrete:

@@ -27,7 +27,8 @@ def main(names: list[str]) -> None:
             )
             for site, of in rows.items()
         }
-        model = model.double() if isinstance(model, torch.nn.Module) else model
+        # made anew, as priors in a module keep the dtype of their time
+        model = type(model)() if isinstance(model, torch.nn.Module) else model
         torch.manual_seed(0)
         kernel = NUTS(
             pooled(model, rows, shared),

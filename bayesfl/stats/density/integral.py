@@ -21,17 +21,25 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, vjp, vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-Density: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A site's log density by phi [q] and z [d], in nats."""
+Density: TypeAlias = Callable[..., Tensor]
+"""A site's log density by phi [q], z [d] and the tensors of its rows, in nats."""
 NODES = {1: 15, 2: 9}
 """Nodes of the quadrature, by the number of a part's parameters; for each of them."""
-NUMBERS = 2**18
-"""So many own parameters are looked at at once."""
+NUMBERS = 2**22
+"""So many numbers are looked at at once, of rows or of own parameters."""
 STEPS, HALVINGS = 100, 30
 """Newton's steps towards a mode at most, and how often each is halved."""
+
+
+def bent(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return the Hessian of a function by its first argument, without the forward mode of torch,
+    whose first call takes seconds.
+    """
+    return jacrev(grad(function))
 
 
 class Unasked(TorchFunctionMode):
@@ -80,13 +88,14 @@ class Parts:
         def slope(z: Tensor) -> Tensor:
             return grad(density, argnums=1)(phi, z)
 
-        images = vmap(lambda one: -jvp(slope, (z,), (one,))[1])(found.directions)
+        pull: Any = vjp(slope, z)[1]  # H is symmetric
+        images = -vmap(lambda one: pull(one)[0])(found.directions)
         corner, cross, inner = found.blocks(images)
         some = torch.linspace(-1, 1, len(z), dtype=z.dtype).exp()  # which no symmetry hides
         own, parts = found.split(some)
         top = corner @ own + (cross.mT @ parts[..., None]).sum(0)[:, 0]
         below = (cross @ own) + (inner @ parts[..., None])[..., 0]
-        wanted = -jvp(slope, (z,), (some,))[1]
+        wanted = -pull(some)[0]
         apart = found.joined(top, below) - wanted
         return found if apart.abs().max() <= 1e-8 * wanted.abs().max() else cls.whole(len(z))
 
@@ -164,11 +173,11 @@ class Curved:
         return self.parts.joined(moved, alone - (self.follow @ moved[..., None, :, None])[..., 0])
 
     def spread(self, noise: Tensor) -> Tensor:
-        """Return standard normal noise [N, M, d] with H^-1 as covariance."""
+        """Return standard normal noise [..., M, d] with H^-1 as covariance."""
         common, own = self.parts.split(noise)
-        common = _spread(self.left[:, None], common)
-        follow = self.follow[:, None] @ common[..., None, :, None]
-        own = _spread(self.inner[:, None], own) - follow[..., 0]
+        common = _spread(self.left.unsqueeze(-3), common)
+        follow = self.follow.unsqueeze(-4) @ common[..., None, :, None]
+        own = _spread(self.inner.unsqueeze(-4), own) - follow[..., 0]
         return self.parts.joined(common, own)
 
 
@@ -195,47 +204,72 @@ def _spread(precision: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Integral:
-    """A site's integral over its own parameters.
+    """The integrals of J sites over their own parameters, which are alike: one density of different
+    rows. All are computed at once, at N shared vectors phi [N, q].
 
     Args:
         density: The log density.
         parts: Which own parameters depend on each other.
-        begin: Where the search for their mode begins, [d].
+        begin: Where the search for their modes begins, [J, d].
+        rows: Tensors that the density takes, [J, ...].
+        width: How many numbers a site's longest tensor has.
     """
 
     density: Density
     parts: Parts
     begin: Tensor
+    rows: tuple[Tensor, ...] = ()
+    width: int = 1
 
     @property
     def size(self) -> int:
-        """Return the number d of own parameters."""
-        return len(self.begin)
+        """Return the number d of a site's own parameters."""
+        return self.begin.shape[1]
 
-    def curved(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
+    def each(self, function: Callable[..., Any], phi: Tensor, *at: Tensor) -> Any:
+        """Return what a function of one phi [q], of others and of one site's rows says at all.
+
+        Args:
+            function: The function.
+            phi: Shared parameters, [N, q].
+            at: The others, [J, N, ...].
+        """
+        rows = [None] * len(self.rows)
+        points = vmap(function, in_dims=(0, *[0] * len(at), *rows))
+        if len(self.begin) > 1:
+            return vmap(points, in_dims=(None, *[0] * (len(at) + len(rows))))(phi, *at, *self.rows)
+        found = points(phi, *(t[0] for t in (*at, *self.rows)))
+        return tree_map(lambda t: t[None], found)
+
+    def curved(
+        self, phi: Tensor, z: Tensor, *rows: Tensor, safe: bool = False
+    ) -> tuple[Tensor, Curved]:
         """Return the slope of f by z [d] and H, at one phi [q] and z [d]."""
-        found: Any = vjp(lambda z: grad(self.density, argnums=1)(phi, z), z)
+        found: Any = vjp(lambda z: grad(self.density, argnums=1)(phi, z, *rows), z)
         slope, pull = found
         images = -vmap(lambda direction: pull(direction)[0])(self.parts.directions)
         return slope, Curved.of(self.parts, images, safe)
 
     def curvature(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
-        """Return `curved` at several phi [N, q] and z [N, d]."""
+        """Return `curved` at several phi [N, q] and z [J, N, d]."""
 
-        def one(phi: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            slope, curved = self.curved(phi, z, safe)
+        def one(phi: Tensor, z: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+            slope, curved = self.curved(phi, z, *rows, safe=safe)
             return slope, curved.inner, curved.follow, curved.left
 
-        slope, *blocks = vmap(one)(phi, z)
+        slope, *blocks = self.each(one, phi, z)
         return slope, Curved(self.parts, *blocks)
 
     def modes(self, phi: Tensor) -> Tensor:
-        """Return the modes z^ [N, d] at phi [N, q], by Newton's steps, each halved where f fell."""
-        z = self.begin.expand(len(phi), self.size).clone()
+        """Return the modes z^ [J, N, d] at phi [N, q], by Newton's steps, each halved where f
+        fell.
+        """
+        z = self.begin[:, None].expand(-1, len(phi), -1).clone()
         if not self.size:
             return z
         with torch.no_grad():
-            best, live = self.values(phi, z), torch.ones(len(phi), dtype=torch.bool)
+            best = self.values(phi, z)
+            live = torch.ones_like(best, dtype=torch.bool)
             for _ in range(STEPS):
                 slope, curved = self.curvature(phi, z, safe=True)
                 move = curved.solved(slope)
@@ -246,7 +280,7 @@ class Integral:
                         break
                     after = self.values(phi, z + move)
                     taken = left & (after >= best - 1e-12 * best.abs())
-                    z = torch.where(taken[:, None], z + move, z)
+                    z = torch.where(taken[..., None], z + move, z)
                     best = torch.where(taken, after, best)
                     move, left = move / 2, left & ~taken
                 live &= ~left  # which rounding keeps from rising
@@ -255,50 +289,62 @@ class Integral:
         return z
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return f [N] at phi [N, q] and z [N, d]; minus infinity where it is not a number."""
-        return vmap(self.density)(phi, z).nan_to_num(
-            -torch.inf, posinf=-torch.inf, neginf=-torch.inf
-        )
+        """Return f [J, N] at phi [N, q] and z [J, N, d]; minus infinity where it is not a
+        number.
+        """
+        found = self.each(self.density, phi, z)
+        return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
     def laplace(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return Laplace's log m [N] at phi [N, q] and their modes z [N, d]."""
+        """Return Laplace's log m [J, N] at phi [N, q] and their modes z [J, N, d]."""
         if not self.size:
             return self.values(phi, z)
         volume = self.curvature(phi, z)[1].log_volume
         return self.values(phi, z) - volume / 2 + self.size * math.log(2 * math.pi) / 2
 
-    def slope(self, phi: Tensor, z: Tensor) -> Tensor:
+    def slope(self, phi: Tensor, z: Tensor, *rows: Tensor) -> Tensor:
         """Return the slope [q] of Laplace's log m at one phi [q] and its mode z [d], which moves
         with phi by H^-1 d2f / dz dphi.
         """
 
         def volume(phi: Tensor, z: Tensor) -> Tensor:
-            return self.curved(phi, z)[1].log_volume / 2
+            return self.curved(phi, z, *rows)[1].log_volume / 2
 
         by_phi, by_z = grad(volume, argnums=(0, 1))(phi, z)
-        moved = self.curved(phi, z)[1].solved(by_z)
+        moved = self.curved(phi, z, *rows)[1].solved(by_z)
 
         def rest(phi: Tensor) -> Tensor:
-            pulled = grad(self.density, argnums=1)(phi, z)
-            return self.density(phi, z) - pulled @ moved
+            pulled = grad(self.density, argnums=1)(phi, z, *rows)
+            return self.density(phi, z, *rows) - pulled @ moved
 
         return grad(rest)(phi) - by_phi
 
-    def hessian(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return the Hessian [q, q] of Laplace's log m; see `slope`."""
-        by_phi, by_z = jacrev(self.slope, argnums=(0, 1))(phi, z)
-        cross = jacrev(lambda phi: grad(self.density, argnums=1)(phi, z))(phi)
-        return by_phi + by_z @ vmap(self.curved(phi, z)[1].solved, 1, 1)(cross)
+    def hessian(self, phi: Tensor, z: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slope and the Hessian [q, q] of Laplace's log m; see `slope`."""
+
+        def twice(phi: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.slope(phi, z, *rows)
+            return found, found
+
+        found: Any = jacrev(twice, argnums=(0, 1), has_aux=True)(phi, z)
+        (by_phi, by_z), slope = found
+        cross = jacrev(lambda phi: grad(self.density, argnums=1)(phi, z, *rows))(phi)
+        moved = vmap(self.curved(phi, z, *rows)[1].solved, 1, 1)(cross)
+        return slope, by_phi + by_z @ moved
 
     def derivatives(self, phi: Tensor, order: int = 2) -> list[Tensor]:
-        """Return Laplace's log m [N], and as far as the order says its slopes [N, q] and its
-        Hessians [N, q, q] by phi [N, q].
+        """Return Laplace's log m [J, N], and as far as the order says its slopes [J, N, q] and its
+        Hessians [J, N, q, q] by phi [N, q].
         """
         z = self.modes(phi)
-        of: tuple[Any, Any] = (self.slope, self.hessian)
+        found = [self.laplace(phi, z)]
         if not self.size:
-            of = (grad(self.density), hessian(self.density))
-        return [self.laplace(phi, z), *(vmap(one)(phi, z).detach() for one in of[:order])]
+            of = (grad(self.density), bent(self.density))[:order]
+            found += [self.each(one, phi, z).detach() for one in of]
+        elif order:
+            told = self.each(self.hessian if order > 1 else self.slope, phi, z)
+            found += [t.detach() for t in (told if order > 1 else (told,))]
+        return found
 
     @property
     def units(self) -> Tensor:
@@ -310,7 +356,7 @@ class Integral:
         return self.parts.parts
 
     def log_marginals(self, phi: Tensor) -> Tensor:
-        """Return log m [N] at phi [N, q], by quadrature where that is possible."""
+        """Return log m [J, N] at phi [N, q], by quadrature where that is possible."""
         r = self.units.shape[1]
         with torch.no_grad():
             if r not in NODES:
@@ -319,60 +365,67 @@ class Integral:
             nodes = torch.cartesian_prod(*[roots] * r).reshape(-1, r)
             logs = torch.cartesian_prod(*[masses.log()] * r).reshape(-1, r).sum(1)
             logs = logs + nodes.square().sum(1)
-            some = max(1, NUMBERS // (len(nodes) * self.size))
-            return torch.cat([self._by_nodes(one, nodes, logs) for one in phi.split(some)])
+            found = [self._by_nodes(one, nodes, logs) for one in self.split(phi, len(nodes))]
+            return torch.cat(found, 1)
+
+    def split(self, phi: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Return phi [N, q] in parts of which `count` values each are looked at at once."""
+        return phi.split(max(1, NUMBERS // (count * len(self.begin) * max(self.size, self.width))))
 
     def _by_nodes(self, phi: Tensor, nodes: Tensor, logs: Tensor) -> Tensor:
-        """Return log m [N] by nodes [K, r] and the logarithms of their weights [K]."""
+        """Return log m [J, N] by nodes [K, r] and the logarithms of their weights [K]."""
         z = self.modes(phi)
         noise = torch.zeros(len(nodes), self.size, dtype=torch.float64)
         noise[:, self.units] = math.sqrt(2) * nodes[:, None]
-        to, volume = self.around(phi, z, noise.expand(len(phi), *noise.shape))
-        found = (self.relative(phi, z, to) + logs[:, None]).logsumexp(1).sum(-1)
+        to, volume = self.around(phi, z, noise.expand(*z.shape[:2], *noise.shape))
+        found = (self.relative(phi, z, to) + logs[:, None]).logsumexp(2).sum(-1)
         return self.values(phi, z) + found - volume / 2 + self.size * math.log(2) / 2
 
     def around(self, phi: Tensor, z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what noise [N, M, d] makes draws of the normal approximation, [N, M, d], and the
-        log determinant of H [N], at phi [N, q] and the modes z [N, d].
+        """Return what noise [J, N, M, d] makes draws of the normal approximation, and the log
+        determinant of H [J, N], at phi [N, q] and the modes z [J, N, d].
         """
         _, curved = self.curvature(phi, z)
-        return z[:, None] + curved.spread(noise), curved.log_volume
+        return z.unsqueeze(2) + curved.spread(noise), curved.log_volume
 
     def relative(self, phi: Tensor, z: Tensor, to: Tensor) -> Tensor:
         """Return how much larger the share of f of each unit is at other values than at z,
-        [N, M, U].
+        [J, N, M, U].
 
         f is a sum over units, of which the sum alone is known. But its slope by a unit's parameters
         depends on no other unit, and its integral along the way from z is the unit's share.
 
         Args:
             phi: Shared parameters, [N, q].
-            z: Own ones, [N, d].
-            to: Others, [N, M, d].
+            z: Own ones, [J, N, d].
+            to: Others, [J, N, M, d].
         """
         units = self.units
         if len(units) == 1:
-            count = to.shape[1]
-            at = self.values(phi.repeat_interleave(count, 0), to.flatten(0, 1))
-            found = (at.unflatten(0, (-1, count)) - self.values(phi, z)[:, None])[..., None]
+            count = to.shape[2]
+            at = self.values(phi.repeat_interleave(count, 0), to.flatten(1, 2))
+            found = (at.unflatten(1, (-1, count)) - self.values(phi, z)[..., None])[..., None]
         else:
-            way, found = to - z[:, None], to.new_zeros(())
-            slope = vmap(vmap(grad(self.density, argnums=1), in_dims=(None, 0)))
+
+            def slopes(phi: Tensor, z: Tensor, *rows: Tensor) -> Tensor:
+                return vmap(lambda z: grad(self.density, argnums=1)(phi, z, *rows))(z)
+
+            way, found = to - z[:, :, None], to.new_zeros(())
             for root, mass in zip(*np.polynomial.legendre.leggauss(6), strict=True):
-                at = slope(phi, z[:, None] + (root + 1) / 2 * way) * way
+                at = self.each(slopes, phi, z[:, :, None] + (root + 1) / 2 * way) * way
                 found = found + mass / 2 * at[..., units].sum(-1)
         return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 @dataclass(frozen=True)
 class Differences(Integral):
-    """An integral of a log density without derivatives, whose are found by differences of values:
-    of f by z, and of Laplace's log m by phi.
+    """The integral of one site's log density without derivatives, whose are found by differences of
+    values: of f by z, and of Laplace's log m by phi.
     """
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return f [N], one after the other; see `Integral`."""
-        found = [float(self.density(*both)) for both in zip(phi, z, strict=True)]
+        """Return f [1, N], one after the other; see `Integral`."""
+        found = [[float(self.density(*both)) for both in zip(phi, z[0], strict=True)]]
         return torch.tensor(found, dtype=torch.float64).nan_to_num(
             -torch.inf, posinf=-torch.inf, neginf=-torch.inf
         )
@@ -381,20 +434,20 @@ class Differences(Integral):
         """Return slopes and H by differences; see `Integral`."""
 
         def values(z: Tensor) -> Tensor:
-            return self.values(phi.repeat_interleave(len(z) // len(phi), 0), z)
+            return self.values(phi.repeat_interleave(len(z) // len(phi), 0), z[None])[0]
 
-        slope, second = _differences(values, z, 1e-3)
+        slope, second = _differences(values, z[0], 1e-3)
         if safe:
             second = -_moduli(-second)
-        return slope, Curved.of(self.parts, -second)
+        return slope[None], Curved.of(self.parts, -second[None])
 
     def derivatives(self, phi: Tensor, order: int = 2) -> list[Tensor]:
         """Return Laplace's values, slopes and Hessians by differences; see `Integral`."""
 
         def values(phi: Tensor) -> Tensor:
-            return self.laplace(phi, self.modes(phi))
+            return self.laplace(phi, self.modes(phi))[0]
 
-        return [values(phi), *_differences(values, phi, 0.005)][: order + 1]
+        return [t[None] for t in (values(phi), *_differences(values, phi, 0.005))][: order + 1]
 
 
 def _differences(

@@ -1,23 +1,78 @@
-"""What a site knows of a log density: its integral, its own parameters, and the shared prior."""
+"""What a site knows of a log density: its integral, its own parameters, and the shared prior.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Sites are alike whose own parameters and rows have the same shapes, and whose model is the same but
+for the numbers in these rows. Their integrals are computed at once.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.posteriors.importance import weights_of
-from bayesfl.stats.density.integral import NUMBERS, Integral
+from bayesfl.stats.density.integral import Integral
 from bayesfl.stats.density.parameters import Parameter, constrained
 
 CANDIDATES = 16
 """A draw is chosen among so many of the normal approximation, by their weights."""
 LOOKED_AT = 1000
 """So many draws of the normal approximation say how far it can be relied on."""
+AT_ONCE, LENGTH = 64, 2**14
+"""So many sites are computed at once at most, and so many numbers of the longest tensor of each."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A site's rows, in which tensors and floats can be exchanged.
+
+    Args:
+        given: The rows as they were given.
+        tensors: The tensors in them, and their floats as tensors.
+        like: What sites have in common whose rows differ in these alone.
+    """
+
+    given: Any
+    tensors: tuple[Tensor, ...]
+    like: Hashable
+
+    @classmethod
+    def of(cls, given: Any) -> "Rows":
+        """Look at rows as they were given."""
+        leaves, form = tree_flatten(given)
+        tensors = tuple(
+            torch.as_tensor(one, dtype=None if isinstance(one, Tensor) else torch.float64)
+            for one in leaves
+            if isinstance(one, Tensor | float)
+        )
+        rest = tuple(
+            one if isinstance(one, int | str | None) else id(one)
+            for one in leaves
+            if not isinstance(one, Tensor | float)
+        )
+        shapes = tuple((t.shape, t.dtype) for t in tensors)
+        return cls(given, tensors, (str(form), shapes, rest))
+
+    @property
+    def longest(self) -> int:
+        """Return how many numbers the longest tensor has, 1 at least."""
+        return max((t.numel() for t in self.tensors), default=1)
+
+    def having(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the rows with other tensors; as they were given without."""
+        if not tensors:
+            return self.given
+        leaves, form = tree_flatten(self.given)
+        others = iter(tensors)
+        return tree_unflatten(
+            [next(others) if isinstance(one, Tensor | float) else one for one in leaves], form
+        )
 
 
 @dataclass(frozen=True)
@@ -25,10 +80,11 @@ class Local:
     """A site's model.
 
     Args:
-        integral: The integral over its own parameters.
+        integral: The integral over its own parameters, whose density takes other rows' tensors too.
         own: These.
         begin: Where the search for the shared parameters begins, [q].
         prior: The log density of the shared parameters [q], as far as the site's model has it.
+        rows: The site's rows; None where it is computed alone.
         program: The model itself, where it can predict.
     """
 
@@ -36,49 +92,130 @@ class Local:
     own: tuple[Parameter, ...]
     begin: Tensor
     prior: Callable[[Tensor], Tensor]
+    rows: Rows | None = None
     program: object = None
 
-    def drawn(self, phi: Tensor, seed: int, place: int) -> Tensors:
-        """Return draws of its own parameters by name, [S, ...], one for each of the shared ones
-        [S, q]: of some draws of the normal approximation around the mode, one by their weights,
-        for each part where parts have nothing in common.
+    @property
+    def like(self) -> Hashable:
+        """Return what it has in common with sites that are alike."""
+        parts = self.integral.parts
+        return self.rows and (self.rows.like, self.own, len(parts.common), parts.parts.shape)
+
+
+def apart(models: Sequence[Local]) -> list[Local]:
+    """Return the models of sites, of which those are alone that cannot be computed at once."""
+    found = list(models)
+    for places in _alike(models):
+        if len(places) == 1:
+            continue
+        try:
+            batch = Batch.of([models[k] for k in places]).integral
+            phi = models[places[0]].begin[None]
+            together = batch.values(phi, batch.begin[:, None])
+            each = [models[k].integral for k in places]
+            alone = torch.cat([one.values(phi, one.begin[:, None]) for one in each])
+            same = torch.allclose(together, alone, rtol=1e-9)
+        except (RuntimeError, TypeError, ValueError):  # as of `int(group.max())` in a model
+            same = False
+        if not same:
+            for k in places:
+                found[k] = replace(models[k], rows=None)
+    return found
+
+
+def batches(models: Sequence[Local]) -> list[list[int]]:
+    """Return the places of models that are computed at once."""
+    found = []
+    for places in _alike(models):
+        some = min(AT_ONCE, max(1, LENGTH // models[places[0]].integral.width))
+        found += [places[k : k + some] for k in range(0, len(places), some)]
+    return found
+
+
+def _alike(models: Sequence[Local]) -> list[list[int]]:
+    found: dict[Hashable, list[int]] = {}
+    for k, one in enumerate(models):
+        found.setdefault(one.like or k, []).append(k)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """J sites that are alike, or one.
+
+    Args:
+        own: Each one's own parameters.
+        integral: The integrals over these.
+        prior: The log density of the shared parameters.
+    """
+
+    own: tuple[Parameter, ...]
+    integral: Integral
+    prior: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, models: Sequence[Local]) -> "Batch":
+        """Make it of the sites' models."""
+        first = models[0]
+        if len(models) == 1:
+            return cls(first.own, first.integral, first.prior)
+        rows = zip(*(one.rows.tensors for one in models if one.rows), strict=True)
+        begin = torch.cat([one.integral.begin for one in models])
+        integral = replace(first.integral, begin=begin, rows=tuple(map(torch.stack, rows)))
+        return cls(first.own, integral, first.prior)
+
+    def drawn(self, phi: Tensor, seed: int, places: Sequence[int]) -> list[Tensors]:
+        """Return draws of each site's own parameters by name, [S, ...], one for each of the shared
+        ones [S, q]: of some draws of the normal approximation around the mode, one by their
+        weights, for each part where parts have nothing in common.
 
         Args:
             phi: The shared parameters.
             seed: Seed of the draws.
-            place: The site's number among all sites.
+            places: The sites' numbers among all sites.
         """
-        rng = generator(seed, Purpose.POSTERIOR, client=place + 1)
-        size = self.integral.size
-        units, found = self.integral.units, [torch.zeros(0, size, dtype=torch.float64)]
-        for some in phi.split(max(1, NUMBERS // (CANDIDATES * max(1, size)))):
-            to, logs = self._weighed(some, CANDIDATES, rng)
-            best = (logs + torch.from_numpy(rng.gumbel(size=tuple(logs.shape)))).argmax(1)
-            chosen = torch.zeros(len(some), size, dtype=torch.float64)
-            at = best[:, None, :, None].expand(-1, 1, -1, units.shape[1])
-            chosen[:, units] = to[..., units].gather(1, at)[:, 0]
+        d, units = self.integral.size, self.integral.units
+        if not d:
+            return [{}] * len(places)
+        noisy, choosing = (
+            [generator(seed, Purpose.POSTERIOR, client=j + 1, stage=stage) for j in places]
+            for stage in (0, 1)
+        )
+        found = []
+        for some in self.integral.split(phi, CANDIDATES):
+            size = len(some), CANDIDATES
+            noise = np.stack([rng.standard_normal((*size, d)) for rng in noisy])
+            to, logs = self._weighed(some, torch.from_numpy(noise))
+            gumbel = np.stack([rng.gumbel(size=(*size, len(units))) for rng in choosing])
+            best = (logs + torch.from_numpy(gumbel)).argmax(2)
+            chosen = torch.zeros(len(places), len(some), d, dtype=torch.float64)
+            at = best[:, :, None, :, None].expand(-1, -1, -1, -1, units.shape[1])
+            chosen[..., units] = to[..., units].gather(2, at)[:, :, 0]
             found.append(chosen)
-        return vmap(lambda z: constrained(self.own, z)[0])(torch.cat(found)) if self.own else {}
+        return [vmap(lambda z: constrained(self.own, z)[0])(z) for z in torch.cat(found, 1)]
 
-    def _weighed(self, phi: Tensor, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Return M draws of the normal approximation at each phi [N, q], [N, M, d], and the
-        logarithms of their weights by unit, [N, M, U].
+    def _weighed(self, phi: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return draws of the normal approximation at each phi [N, q] by noise [J, N, M, d], and
+        the logarithms of their weights by unit, [J, N, M, U].
         """
         with torch.no_grad():
             z = self.integral.modes(phi)
-            noise = torch.from_numpy(rng.standard_normal((len(phi), count, self.integral.size)))
             to, _ = self.integral.around(phi, z, noise)
             logs = self.integral.relative(phi, z, to)
             return to, logs + noise[..., self.integral.units].square().sum(-1) / 2
 
-    def k_hat(self, phi: Tensor, seed: int) -> float:
-        """Return the largest Pareto's k-hat of the weights of draws of the normal approximation, at
-        shared parameters [q]; 0 without own ones, and where it is exact.
+    def k_hats(self, phi: Tensor, seed: int) -> list[float]:
+        """Return each site's largest Pareto's k-hat of the weights of draws of the normal
+        approximation, at shared parameters [q]; 0 without own ones, and where it is exact.
         """
-        if not self.integral.size:
-            return 0.0
-        rng = generator(seed, Purpose.POSTERIOR)
-        _, logs = self._weighed(phi[None], LOOKED_AT, rng)
-        exact = (logs[0].amax(0) - logs[0].amin(0)) < 1e-9
-        found = [weights_of(one)[1] for one in logs[0].T[~exact]]
-        return min(max(found, default=0.0), 9.0)
+        begin = self.integral.begin
+        if not begin.numel():
+            return [0.0] * len(begin)
+        noise = generator(seed, Purpose.POSTERIOR).standard_normal((LOOKED_AT, begin.shape[1]))
+        of_all = torch.from_numpy(noise).expand(len(begin), 1, -1, -1)
+        found = []
+        for logs in self._weighed(phi[None], of_all)[1][:, 0]:
+            exact = (logs.amax(0) - logs.amin(0)) < 1e-9
+            each = [weights_of(one)[1] for one in logs.T[~exact]]
+            found.append(min(max(each, default=0.0), 9.0))
+        return found

@@ -1,6 +1,7 @@
 """The posterior of a plain function, log p(rows, own | shared), over sites."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +15,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
-from bayesfl.stats.density.local import Local
+from bayesfl.stats.density.local import Local, Rows, apart
 from bayesfl.stats.density.parameters import Parameter, constrained
 from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
@@ -83,7 +84,9 @@ def tables_of(
 ) -> Tables:
     """Return sites whose terms are the parameters that they share."""
     columns = tuple(name for one in parameters for name in one.columns)
-    found = tuple(sites[name] for name in sorted(sites))
+    ordered = [sites[name] for name in sorted(sites)]
+    models = apart([one.local for one in ordered])
+    found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
     return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
 
 
@@ -150,20 +153,23 @@ def densities(
     for name, one in rows.items():
         one, own = in_double(one), _parameters(local or {}, one)
 
-        def density(phi: Tensor, z: Tensor, rows: Any = one, own: Any = own) -> Tensor:
+        given = Rows.of(one)
+
+        def density(phi: Tensor, z: Tensor, *rows: Tensor, of: Rows = given, own: Any = own) -> Any:
             (values, log_jacobian), (ours, _) = constrained(own, z), constrained(parameters, phi)
             if derivatives == "differences":
                 ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
             with Unasked():
-                return log_density(ours, values, rows) + log_jacobian
+                return log_density(ours, values, of.having(rows)) + log_jacobian
 
         q, d = (sum(part.size for part in of) for of in (parameters, own))
         begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
         if derivatives == "autograd":
-            integral = Integral(density, Parts.of(density, *begin, groups_of(own)), begin[1])
+            parts = Parts.of(density, *begin, groups_of(own))
+            integral, alike = Integral(density, parts, begin[1][None], width=given.longest), given
         else:
-            integral = Differences(density, Parts.whole(d), begin[1])
-        made = Local(integral, own, begin[0], lambda phi: phi.new_zeros(()))
+            integral, alike = Differences(density, Parts.whole(d), begin[1][None]), None
+        made = Local(integral, own, begin[0], lambda phi: phi.new_zeros(()), alike)
         sites[name] = site_of(name, one, made)
     return tables_of(sites, parameters, policy)
 

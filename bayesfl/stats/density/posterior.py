@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, vmap
+from torch.func import grad, vmap
 
 from bayesfl.base.options import Count
 from bayesfl.base.processes.ranks import current
@@ -38,7 +38,8 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Mixture, weighted
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, counted, used_rows
-from bayesfl.stats.density.integral import Unasked
+from bayesfl.stats.density.integral import Unasked, bent
+from bayesfl.stats.density.local import Batch, batches
 from bayesfl.stats.density.parameters import Parameter, constrained, entries
 from bayesfl.stats.density.questions import Begin, Marginals, OwnDraws
 from bayesfl.stats.fit import Refits, summaries
@@ -308,8 +309,19 @@ class Posterior(Refits):
             raise ValueError(
                 f"the parameters of {site!r} stay at the site; here are those of {list(self.here)}"
             )
-        place = list(self.rows).index(site)
-        return self.here[site].drawn(self.phi, self.seed, place)
+        return self._own([site])[site]
+
+    def _own(self, sites: Sequence[str]) -> dict[str, Tensors]:
+        """Return draws of the own parameters of some sites; see `local`."""
+        models, order = [self.here[site] for site in sites], list(self.rows)
+        found: dict[str, Tensors] = {}
+        for batch in batches(models):
+            names = [sites[k] for k in batch]
+            drawn = Batch.of([models[k] for k in batch]).drawn(
+                self.phi, self.seed, [order.index(name) for name in names]
+            )
+            found |= zip(names, drawn, strict=True)
+        return {site: found[site] for site in sites}
 
     def sites(self, level: float = 0.95) -> Any:
         """Return the sites' own parameters as a data frame of pandas, of sites on this machine.
@@ -319,8 +331,8 @@ class Posterior(Refits):
         """
         found = {
             (site, name): draws
-            for site in self.here
-            for name, draws in entries(self.local(site)).items()
+            for site, own in self._own(list(self.here)).items()
+            for name, draws in entries(own).items()
         }
         return summaries(found, level)
 
@@ -401,7 +413,7 @@ class Posterior(Refits):
         import arviz
 
         posterior, dims = dict(self.draws), {}
-        own = {site: self.local(site) for site in self.here}
+        own = self._own(list(self.here))
         for name in dict.fromkeys(name for of in own.values() for name in of):
             shapes = {of[name].shape for of in own.values()}
             if len(shapes) == 1:
@@ -476,7 +488,7 @@ def fitted(
 
     def target(phi: Tensor, order: int) -> list[Tensor]:
         told = asked.conduct(Marginals(j, q, order, {"phi": phi}))
-        of = (ours, grad(ours), hessian(ours))[: order + 1]
+        of = (ours, grad(ours), bent(ours))[: order + 1]
         return [
             told[name] + vmap(one)(phi).detach()
             for name, one in zip((LOG_LIKELIHOOD, "slope", "hessian"), of, strict=False)

@@ -1,22 +1,57 @@
 """The questions that are put to sites about a log density of their own rows."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
-from torch.func import grad, hessian, vmap
+from torch.func import grad, vmap
 
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.surveys import NotNegativePerClient, PerClient
 from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.density.integral import bent
+from bayesfl.stats.density.local import Batch, batches
 from bayesfl.stats.density.parameters import entries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
-from bayesfl.stats.tables import Site
+from bayesfl.stats.tables import Site, Tables
 
 FAR = 1000.0
 """A draw where a site's integral is not a number is so many nats less likely than all others."""
+
+
+class BatchSurvey(SiteSurvey):
+    """A question that sites which are alike answer together."""
+
+    def answer(self, state: Tensors, local: Tables) -> Tensors:
+        """Return the answers of all sites of `local`, [J, ...], each batch computed at one rank."""
+        models = [site.local for site in local.sites]
+        places = batches(models)
+        costs = [sum(len(local.sites[k].x) for k in batch) for batch in places]
+
+        def make() -> list[Tensors]:
+            return [
+                self.of_batch(state, Batch.of([models[k] for k in batch]), local.ids[batch])
+                for batch in places[current().dealt(costs)]
+            ]
+
+        found = list(chain(*current().every(make)))
+        order = np.argsort(list(chain(*places)))
+        return {name: torch.cat([one[name] for one in found])[order] for name in found[0]}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's answer; see `SiteSurvey`."""
+        found = self.of_batch(state, Batch.of([site.local]), np.array([place]))
+        return {name: t[0] for name, t in found.items()}
+
+    @abstractmethod
+    def of_batch(self, state: Tensors, batch: Batch, places: np.ndarray) -> Tensors:
+        """Return the answers of J sites that are alike, [J, ...]; see `of_site`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +92,7 @@ class Begin(SiteSurvey):
 
 
 @dataclass(frozen=True)
-class Marginals(SiteSurvey):
+class Marginals(BatchSurvey):
     """Ask for the log marginal likelihood, with an equal share of the log prior, at N shared
     vectors, and for its slopes and Hessians by them.
 
@@ -88,25 +123,27 @@ class Marginals(SiteSurvey):
             | (second if self.order > 1 else {})
         )
 
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return one site's share; see `SiteSurvey`."""
-        local, phi = site.local, state["phi"]
-        of = (local.prior, grad(local.prior), hessian(local.prior))
+    def of_batch(self, state: Tensors, batch: Batch, places: np.ndarray) -> Tensors:
+        """Return the sites' shares; see `BatchSurvey`."""
+        phi = state["phi"]
+        of = (batch.prior, grad(batch.prior), bent(batch.prior))
         shares = [vmap(one)(phi).detach() / self.sites for one in of[: self.order + 1]]
-        found = [local.integral.log_marginals(phi)] if self.order < 2 else []
+        found = [batch.integral.log_marginals(phi)] if self.order < 2 else []
         if self.order:
-            found += local.integral.derivatives(phi, self.order)[len(found) :]
-        told = [one + share for one, share in zip(found, shares, strict=True)]
-        right = told[0].isfinite()
-        least = told[0][right].min() if right.any() else told[0].new_zeros(())
-        told[0] = torch.where(right, told[0], least - FAR)
-        for place, one in enumerate(told[1:], 1):
-            told[place] = one.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+            found += batch.integral.derivatives(phi, self.order)[len(found) :]
+        value, *slopes = (one + share for one, share in zip(found, shares, strict=True))
+        right = value.isfinite()
+        least = torch.where(right, value, torch.inf).amin(1, keepdim=True)
+        least = torch.where(least.isfinite(), least, 0.0)
+        told = [
+            torch.where(right, value, least - FAR),
+            *(one.nan_to_num(0.0, posinf=0.0, neginf=0.0) for one in slopes),
+        ]
         return dict(zip((LOG_LIKELIHOOD, "slope", "hessian"), told, strict=False))
 
 
 @dataclass(frozen=True)
-class OwnDraws(SiteSurvey):
+class OwnDraws(BatchSurvey):
     """Send sites draws of the shared parameters, for each of which a site draws its own and keeps
     them; ask how far the integral can be relied on.
 
@@ -128,15 +165,16 @@ class OwnDraws(SiteSurvey):
         """Return the shape of an answer."""
         return {"k_hat": PerClient((self.sites,))}
 
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return Pareto's k-hat of the site's weights; see `SiteSurvey`."""
-        found = torch.zeros(self.sites, dtype=torch.float64)
-        found[place] = site.local.k_hat(state["phi"].mean(0), self.seed)
+    def of_batch(self, state: Tensors, batch: Batch, places: np.ndarray) -> Tensors:
+        """Return Pareto's k-hat of each site's weights; see `BatchSurvey`."""
+        told = torch.tensor(batch.k_hats(state["phi"].mean(0), self.seed), dtype=torch.float64)
+        found = torch.zeros(len(told), self.sites, dtype=torch.float64)
+        found[torch.arange(len(told)), places] = told
         return {"k_hat": found}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the draws of the site's own parameters, a row each."""
         import pandas
 
-        draws = entries(site.local.drawn(state["phi"], self.seed, place))
-        return pandas.DataFrame({name: t.numpy() for name, t in draws.items()})
+        (drawn,) = Batch.of([site.local]).drawn(state["phi"], self.seed, [place])
+        return pandas.DataFrame({name: t.numpy() for name, t in entries(drawn).items()})

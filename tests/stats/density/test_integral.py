@@ -85,11 +85,11 @@ def test_of_normal_ones_there_is_a_closed_form(
 ):
     """Values, slopes and Hessians, whichever parts."""
     size = len(parts.common) + parts.parts.numel()
-    integral = Integral(density, parts, torch.zeros(size, dtype=torch.float64))
+    integral = Integral(density, parts, torch.zeros(1, size, dtype=torch.float64))
     phi = vectors()
     wanted = [vmap(of)(phi) for of in (exact, grad(exact), hessian(exact))]
     for found, right in zip(integral.derivatives(phi), wanted, strict=True):
-        assert torch.allclose(found, right, rtol=1e-8, atol=1e-8)
+        assert torch.allclose(found[0], right, rtol=1e-8, atol=1e-8)
     assert torch.allclose(integral.log_marginals(phi), wanted[0], rtol=1e-8, atol=1e-8)
 
 
@@ -102,7 +102,7 @@ def test_quadrature_is_a_fine_grids(count: int):
 
     places = torch.arange(count)
     parts = Parts(torch.arange(0), places[:, None])
-    integral = Integral(density, parts, torch.zeros(count, dtype=torch.float64))
+    integral = Integral(density, parts, torch.zeros(1, count, dtype=torch.float64))
     phi = torch.tensor([[0.2, 0.3], [0.0, 0.7]], dtype=torch.float64)
     grid = torch.linspace(-25, 25, 5001, dtype=torch.float64)
     wanted = []
@@ -130,7 +130,7 @@ def test_two_effects_by_quadrature():
         return effects + Normal(means, phi[2].exp()).log_prob(OUTCOMES).sum()
 
     places = torch.arange(2 * GROUPS).reshape(GROUPS, 2)
-    begin = torch.zeros(2 * GROUPS, dtype=torch.float64)
+    begin = torch.zeros(1, 2 * GROUPS, dtype=torch.float64)
     integral = Integral(density, Parts(torch.arange(0), places), begin)
     phi = vectors()
     assert torch.allclose(
@@ -156,10 +156,10 @@ def test_parts_are_found_and_refused():
 
 def test_differences_are_close():
     """A function without derivatives."""
-    begin = torch.zeros(GROUPS, dtype=torch.float64)
+    begin = torch.zeros(1, GROUPS, dtype=torch.float64)
     rough = Differences(normal, Parts.whole(GROUPS), begin)
     phi = vectors(2)
-    values, slopes, hessians = rough.derivatives(phi)
+    values, slopes, hessians = (t[0] for t in rough.derivatives(phi))
     assert torch.allclose(values, vmap(normal_marginal)(phi), atol=1e-5)
     assert torch.allclose(slopes, vmap(grad(normal_marginal))(phi), atol=0.05)
     assert torch.allclose(hessians, vmap(hessian(normal_marginal))(phi), atol=0.5, rtol=0.02)
@@ -184,7 +184,7 @@ def test_it_is_the_integral_of_mixed_models(family: str, effects: int):
         return Normal(0, 1).log_prob(u).sum() + rows.log_prob(y).sum()
 
     places = torch.arange(GROUPS * effects).reshape(GROUPS, effects)
-    begin = torch.zeros(GROUPS * effects, dtype=torch.float64)
+    begin = torch.zeros(1, GROUPS * effects, dtype=torch.float64)
     integral = Integral(density, Parts(torch.arange(0), places), begin)
     phi = 0.3 * torch.randn(2, 2 + effects, generator=torch.Generator().manual_seed(2)).double()
     wanted = []
