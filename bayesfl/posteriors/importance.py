@@ -64,17 +64,17 @@ class Proposal:
         points = stats.qmc.Halton(q + 2, rng=int(rng.integers(2**32))).random(count)
         below, above = self.covariance[:p, p:], self.covariance[p:, p:]
         root = WIDER * torch.linalg.cholesky(above)
-        standard, log_psi = _student(points[:, 1 : q - p + 1], points[:, 0], root)
+        standard, log_psi = student(points[:, 1 : q - p + 1], points[:, 0], root)
         psi = self.centre[p:] + standard @ root.T
         slope = torch.linalg.solve(above, below.T).T
         roots = WIDER * torch.linalg.cholesky(self.given(psi))
-        apart, log_beta = _student(points[:, q - p + 2 :], points[:, q - p + 1], roots)
+        apart, log_beta = student(points[:, q - p + 2 :], points[:, q - p + 1], roots)
         shift = (psi - self.centre[p:]).clamp(-1, 1) @ slope.T  # where the Gaussian is near
         beta = self.centre[:p] + shift + (roots @ apart[..., None])[..., 0]
         return torch.cat([beta, psi], 1), log_psi + log_beta
 
 
-def _student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tensor, Tensor]:
+def student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tensor, Tensor]:
     """Return draws of a Student t in its standard form, [K, d], with the log densities [K] of what
     a root [..., d, d] makes of them.
 
@@ -86,10 +86,10 @@ def _student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tenso
     d = points.shape[1]
     chi2 = stats.chi2.ppf(first, DEGREES)[:, None]
     found = torch.from_numpy(stats.norm.ppf(points) / np.sqrt(chi2 / DEGREES))
-    return found, _log_student(found.square().sum(-1), d, root)
+    return found, log_student(found.square().sum(-1), d, root)
 
 
-def _log_student(squares: Tensor, d: int, root: Tensor) -> Tensor:
+def log_student(squares: Tensor, d: int, root: Tensor) -> Tensor:
     """Return log densities of what a root [..., d, d] makes of a Student t whose standard form has
     these squared lengths, [..., K] where the root has leading dimensions.
     """
@@ -166,7 +166,7 @@ def weighted(
     """Return draws with weights that can be relied on, of a proposal that is moved until they can.
 
     Args:
-        proposal: A `Proposal` or `Mixture`.
+        proposal: A `Proposal`, or what draws like it.
         value: Log density of what is to be drawn from, [K] at draws [K, q], in nats.
         moved: Function from a proposal, and mean [q] and covariance [q, q] of its weighted draws,
             to the next one.
@@ -195,49 +195,3 @@ def weighted(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
         f"means cannot be relied on: {remedy}"
     )
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of Student t distributions.
-
-    Args:
-        centres: Their centres, [C, q].
-        covariances: Those of the Gaussians around these, [C, q, q].
-        shares: Their weights, [C], which sum to 1.
-    """
-
-    centres: Tensor
-    covariances: Tensor
-    shares: Tensor
-
-    def besides(self, centre: Tensor, covariance: Tensor) -> "Mixture":
-        """Return the mixture with another component, which has half of the weight."""
-        return Mixture(
-            torch.cat([self.centres, centre[None]]),
-            torch.cat([self.covariances, covariance[None]]),
-            torch.cat([self.shares / 2, self.shares.new_full((1,), 0.5)]),
-        )
-
-    def draw(self, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Return K draws [K, q] with their log densities [K]; see `Proposal.draw`.
-
-        Args:
-            count: Their number K.
-            rng: Scrambles the sequence.
-        """
-        q = self.centres.shape[1]
-        points = stats.qmc.Halton(q + 2, rng=int(rng.integers(2**32))).random(count)
-        of = np.searchsorted(self.shares.cumsum(0).numpy(), points[:, 0]).clip(
-            max=len(self.shares) - 1
-        )
-        roots = WIDER * torch.linalg.cholesky(self.covariances)
-        standard, _ = _student(points[:, 2:], points[:, 1], roots[of])
-        found = self.centres[of] + (roots[of] @ standard[..., None])[..., 0]
-        away = (
-            torch.linalg.solve_triangular(roots, (found - self.centres[:, None]).mT, upper=False)
-            .square()
-            .sum(1)
-        )  # [C, K]
-        logs = _log_student(away, q, roots)
-        return found, (self.shares.log()[:, None] + logs).logsumexp(0)

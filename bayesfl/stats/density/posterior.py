@@ -6,17 +6,13 @@ steps:
 
 1. Newton's steps from several starts find the maxima of log p(phi | rows).
 2. Along the logarithm of each scale, as the standard deviation of sites' effects, the other
-   parameters have their own mode and covariance at each of some nodes: the posterior of a hierarchy
-   is a funnel, narrow where the scale is small. A mixture of Student t distributions at these nodes
-   is the proposal.
+   parameters have their own mode and covariance at each of some nodes, of which a proposal is made
+   (`bayesfl.stats.density.proposal`).
 3. The sites tell their log integrals at K shared draws of it; the draws' weights follow, and say by
    Pareto's k-hat how far they can be relied on.
 4. Each site draws its own parameters for the draws of the shared ones, and keeps them.
 
-Sources: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024;
-Rue, Martino, Chopin, "Approximate Bayesian inference for latent Gaussian models by using integrated
-nested Laplace approximations", J. Royal Statistical Society B 71, 2009, for nodes along
-hyperparameters.
+Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024.
 """
 
 import math
@@ -33,224 +29,19 @@ from torch.func import grad, vmap
 from bayesfl.base.options import Count
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.posteriors.importance import Mixture, weighted
-from bayesfl.stats import newton
+from bayesfl.posteriors.importance import weighted
 from bayesfl.stats.asking import Questions, Sites, counted, used_rows
+from bayesfl.stats.density.chains import CHAINS, chains
 from bayesfl.stats.density.integral import Unasked, bent
 from bayesfl.stats.density.local import Batch, batches
+from bayesfl.stats.density.modes import mode
 from bayesfl.stats.density.parameters import Parameter, constrained, entries
+from bayesfl.stats.density.proposal import Along, Besides, nodes_along
 from bayesfl.stats.density.questions import Begin, Marginals, OwnDraws
 from bayesfl.stats.fit import Refits, summaries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Tables
-
-MOST_MOVE = 2.0
-"""Longest step of a scale's logarithm towards the mode."""
-STEPS = 60
-"""Newton's steps at most."""
-OFFSETS = (-3.5, -2.0, -1.0, 1.0, 2.0, 3.5)
-"""Nodes along a scale, in standard deviations from the mode."""
-LOW = 7.0
-"""An end of a scale's nodes is far enough where the posterior is so many nats below its mode."""
-WIDENED = 4
-"""How often ends that are not are moved out."""
-ROUGH = 1e-4
-"""A node is found where a step promises less than so many nats."""
-STARTS = 4
-"""So many starts, of which the first is the prior's middle."""
-CHAINS, TRAJECTORIES, LEAPS, STEP = 64, 24, 8, 0.4
-"""Chains that move together, how often, in how many steps, of what length at most."""
-APART = 3.0
-"""Maxima are two if they are so many standard deviations apart, and less than `LOW` nats."""
-Target = Callable[[Tensor, int], list[Tensor]]
-"""The log posterior [N], its slopes [N, q] and its Hessians [N, q, q] at phi [N, q] by an order."""
-
-
-@dataclass(frozen=True)
-class Modes:
-    """Maxima of the log posterior, each over the parameters that were not held.
-
-    Args:
-        theta: Where they are, [N, q].
-        value: The log posterior there, [N]; minus infinity where the search has failed.
-        precision: The negative Hessian, [N, q, q].
-        held: What was held, [N, q].
-    """
-
-    theta: Tensor
-    value: Tensor
-    precision: Tensor
-    held: Tensor
-
-    def __getitem__(self, at: Tensor) -> "Modes":
-        """Return some of them."""
-        return Modes(self.theta[at], self.value[at], self.precision[at], self.held[at])
-
-    @classmethod
-    def together(cls, parts: Sequence["Modes"]) -> "Modes":
-        """Return several as one."""
-        each = ((t.theta, t.value, t.precision, t.held) for t in parts)
-        return cls(*map(torch.cat, zip(*each, strict=True)))
-
-    def evidence(self) -> Tensor:
-        """Return Laplace's log integral over what was not held, [N]."""
-        inner = torch.where(self._pairs(), self.precision, torch.eye(self.theta.shape[1]).double())
-        free = (~self.held).sum(-1)
-        volume = torch.linalg.eigvalsh(inner).abs().clamp_min(1e-12).log().sum(-1)
-        return self.value + free * math.log(2 * math.pi) / 2 - volume / 2
-
-    def _pairs(self) -> Tensor:
-        return ~self.held[:, :, None] & ~self.held[:, None, :]
-
-    def covariances(self, reach: Tensor) -> Tensor:
-        """Return covariances [N, q, q] in which what was held has the standard deviations [N], and
-        the others follow it along the tangent.
-        """
-        eye = torch.eye(self.theta.shape[1], dtype=torch.float64)
-        inner = torch.where(self._pairs(), self.precision, eye)
-        values, vectors = torch.linalg.eigh(inner)
-        covariance = (vectors / values.abs().clamp_min(1e-10)[:, None]) @ vectors.mT
-        covariance = torch.where(self._pairs(), covariance, 0.0)
-        mask = self.held.double()
-        tangent = mask - (covariance @ (self.precision @ mask[..., None]))[..., 0]
-        tangent = torch.where(self.held, mask, tangent)
-        return covariance + (reach.square()[:, None, None] * tangent[:, :, None] * tangent[:, None])
-
-
-def climb(
-    target: Target, begin: Tensor, held: Tensor, scales: Tensor, enough: float = newton.ENOUGH
-) -> Modes:
-    """Find maxima from several starts at once, by Newton's steps.
-
-    Args:
-        target: The log posterior.
-        begin: The starts, [N, q].
-        held: What stays where it is, [N, q].
-        scales: Whether a parameter is a scale's logarithm, [q].
-        enough: A maximum is found where a step promises less than so many nats.
-    """
-    states = [newton.begin(one) for one in begin]
-    full = torch.zeros(len(begin), begin.shape[1], begin.shape[1], dtype=torch.float64)
-    live = torch.ones(len(begin), dtype=torch.bool)
-    for _ in range(STEPS):
-        at = live.nonzero().flatten().tolist()
-        if not at:
-            break
-        value, slope, second = target(torch.stack([states[n]["theta"] for n in at]), 2)
-        for place, n in enumerate(at):
-            full[n] = -second[place]
-            away = torch.where(held[n], 0.0, -slope[place])
-            pairs = ~held[n][:, None] & ~held[n]
-            inner = torch.where(pairs, full[n], torch.eye(len(away), dtype=torch.float64))
-            try:
-                states[n], done = newton.step(states[n], -value[place], away, inner)
-            except ValueError:  # the sum does not fall: no maximum is to be had from here
-                states[n] |= {"loss": torch.tensor(torch.inf, dtype=torch.float64)}
-                done = True
-            move = states[n]["theta"] - states[n]["best"]
-            most = move[scales].abs().amax() if scales.any() else move.new_zeros(())
-            short = (MOST_MOVE / most).clamp(max=1.0)
-            states[n] |= {"theta": states[n]["best"] + short * move}
-            live[n] = not done and float(states[n]["promised"]) >= enough
-    theta = torch.stack([one["best"] for one in states])
-    value = torch.stack([-one["loss"] for one in states])
-    return Modes(theta, torch.where(live, -torch.inf, value), full, held)
-
-
-def proposal(target: Target, best: Modes, scales: Sequence[int], names: Sequence[str]) -> Mixture:
-    """Return the mixture at the mode and at nodes along each scale, out to where the posterior is
-    low: the modes of the other parameters where the scale is held.
-
-    Args:
-        target: The log posterior.
-        best: The mode.
-        scales: Places of scales' logarithms.
-        names: Names of the parameters.
-
-    Raises:
-        ValueError: The posterior does not fall along a scale.
-    """
-    q = best.theta.shape[1]
-    covariance, top = best.covariances(torch.zeros(1))[0], best.evidence()
-    sd = covariance.diagonal().sqrt()
-    unit = sd.clamp(max=MOST_MOVE)
-    parts = [(best.theta, covariance[None], top)]
-    found: dict[int, Modes] = {}
-    offsets = {place: list(OFFSETS) for place in scales}
-    for _ in range(1 + WIDENED):
-        if not offsets:
-            break
-        at = torch.tensor([place for place, steps in offsets.items() for _ in steps])
-        steps = torch.tensor([step for steps in offsets.values() for step in steps]).double()
-        reach = steps * unit[at]
-        start = best.theta + (reach / covariance[at, at])[:, None] * covariance[at]
-        held = torch.arange(q) == at[:, None]
-        nodes = climb(target, start, held, torch.arange(q) < 0, ROUGH)
-        offsets = {}
-        for place in dict.fromkeys(at.tolist()):
-            more = nodes[(at == place) & nodes.value.isfinite()]
-            whole = Modes.together([found[place], more]) if place in found else more
-            whole = found[place] = whole[whole.theta[:, place].argsort()]
-            density = whole.evidence()
-            height = torch.cat([top - sd[place].log() - 1, density]).max() - LOW
-            high = [density[end] > height for end in (0, -1)]
-            out = 1.6 * (whole.theta[[0, -1], place] - best.theta[0, place]) / unit[place]
-            if any(high):
-                offsets[place] = [step for step, so in zip(out.tolist(), high, strict=True) if so]
-    for place in offsets:
-        ends = found[place].theta[[0, -1], place].exp()
-        raise ValueError(
-            f"the posterior does not fall along {names[place]!r}, from {float(ends[0]):.3g} to "
-            f"{float(ends[1]):.3g}: give it a prior that falls on both sides, as HalfNormal"
-        )
-    for place, nodes in found.items():
-        x = nodes.theta[:, place]
-        reach = torch.cat([x[1:2] - x[:1], (x[2:] - x[:-2]) / 2, x[-1:] - x[-2:-1]])
-        parts.append((nodes.theta, nodes.covariances(0.75 * reach), nodes.evidence() + reach.log()))
-    centres, covariances, masses = map(torch.cat, zip(*parts, strict=True))
-    shares = (masses - masses.max()).exp().clamp_min(0.01)
-    return Mixture(centres, covariances, shares / shares.sum())
-
-
-def chains(target: Target, begin: Tensor, around: Tensor, seed: int) -> Tensor:
-    """Return states of Hamiltonian chains that move together, so that a step of all is a question,
-    [T C, q].
-
-    Args:
-        target: The log posterior.
-        begin: Where they begin, [C, q].
-        around: Covariance of the posterior, about, by whose root steps are measured, [q, q].
-        seed: Seed of momenta, of lengths of steps, and of what is accepted.
-
-    Source: Neal, "MCMC using Hamiltonian dynamics", Handbook of MCMC, 2011, section 5.3.
-    """
-    rng, root = generator(seed, Purpose.NOISE), torch.linalg.cholesky(around)
-
-    def look(phi: Tensor) -> tuple[Tensor, Tensor]:
-        value, slope = target(phi, 1)
-        return value, slope @ root
-
-    phi, kept = begin, []
-    value, slope = look(phi)
-    for trajectory in range(TRAJECTORIES):
-        step = STEP * rng.uniform(0.5, 1.0)
-        momentum = torch.from_numpy(rng.standard_normal(tuple(phi.shape)))
-        at, energy = phi, value - momentum.square().sum(1) / 2
-        found, pull = value, slope
-        for _ in range(LEAPS):
-            momentum = momentum + step / 2 * pull
-            at = at + step * momentum @ root.T
-            found, pull = look(at)
-            momentum = momentum + step / 2 * pull
-        gain = found - momentum.square().sum(1) / 2 - energy
-        taken = torch.from_numpy(np.log(rng.random(len(phi)))) < gain
-        phi = torch.where(taken[:, None], at, phi)
-        value, slope = torch.where(taken, found, value), torch.where(taken[:, None], pull, slope)
-        if trajectory >= TRAJECTORIES // 3:
-            kept.append(phi)
-    return torch.cat(kept)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -503,12 +294,12 @@ def fitted(
             "nats at a point: a prior may not read rows, as there would be one for each site; give "
             "it numbers"
         )
-    best = _mode(target, begun["begin"][0], scales, parameters, seed)
-    mixture = proposal(target, best, scales.nonzero().flatten().tolist(), names)
+    best = mode(target, begun["begin"][0], scales, parameters, seed)
+    nodes = nodes_along(target, best, scales.nonzero().flatten().tolist(), names)
     drawn = weighted(
-        mixture,
+        Along.of(best, nodes),
         lambda phi: target(phi, 0)[0],
-        Mixture.besides,
+        Besides,
         count=draws,
         seed=seed,
         remedy="take more draws=, a narrower prior, or fewer shared parameters",
@@ -545,37 +336,3 @@ def fitted(
             aggregation=aggregation,
         ),
     )
-
-
-def _mode(
-    target: Target, begin: Tensor, scales: Tensor, parameters: Sequence[Parameter], seed: int
-) -> Modes:
-    """Return the maximum of the log posterior.
-
-    Raises:
-        ValueError: There is none, or another one that counts.
-    """
-    rng = generator(seed, Purpose.START)
-    away = torch.from_numpy(rng.standard_normal((STARTS, len(begin))))
-    away[0] = 0
-    free = torch.zeros(STARTS, len(begin), dtype=torch.bool)
-    found = climb(target, begin + 2 * away, free, scales)
-    found = found[found.value.isfinite()]
-    if not len(found.theta):
-        raise ValueError(
-            "the posterior has no maximum that Newton's steps find: a shared parameter may have no "
-            "prior and no rows that say something of it"
-        )
-    best = found[found.value.argmax()[None]]
-    away = found.theta - best.theta
-    apart = torch.einsum("ni,nij,nj->n", away, best.precision.expand(len(away), -1, -1), away)
-    others = (apart.abs() > APART**2) & (found.evidence() > best.evidence() - LOW)
-    if others.any():
-        two = torch.cat([best.theta, found.theta[others][:1]])
-        values = entries(vmap(lambda phi: constrained(parameters, phi)[0])(two))
-        told = ", ".join(f"{name} {a:.4g} or {b:.4g}" for name, (a, b) in values.items())
-        raise ValueError(
-            f"the posterior has two maxima, {told}, of which a summary would say nothing: order "
-            "what is exchangeable, or give priors that choose"
-        )
-    return best
