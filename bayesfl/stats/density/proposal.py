@@ -235,12 +235,11 @@ class Along:
         if len(self.scales):
             each = zip(self.marginals, scales.T.numpy(), strict=True)
             ranks, logs = map(np.array, zip(*(one.below(x) for one, x in each), strict=True))
-            standard = stats.t.ppf(ranks, DEGREES)
+            standard = stats.t.ppf(ranks.clip(1e-16, 1 - 1e-16), DEGREES)
             found = torch.from_numpy((logs - stats.t.logpdf(standard, DEGREES)).sum(0))
             found = found + _of_student(torch.from_numpy(standard.T), self.root)
         mean, root = self._given(scales)
-        found = found + _of_student(phi[:, self.others] - mean, root)
-        return found.nan_to_num(-torch.inf, neginf=-torch.inf)  # beyond all nodes
+        return found + _of_student(phi[:, self.others] - mean, root)
 
     def _given(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of the others given scales' logarithms [K, s], and a root."""
