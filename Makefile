@@ -63,6 +63,7 @@ smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/pfedvem.py --quick
 	$(BIN)/python benchmarks/links.py --quick
+	$(BIN)/python benchmarks/densities.py --quick
 	$(BIN)/python benchmarks/promises.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick

@@ -1275,6 +1275,37 @@ def many_rows() -> str:
     return f"{ruled([size, 'seconds', 'ratio'], lines)}\n\n{made(saved)}"
 
 
+def densities() -> str:
+    """Posteriors of log densities over sites beside references."""
+    rows = results("densities")["rows"]
+    lines = [
+        [
+            name,
+            f"{row['rows']:,} in {row['sites']}",
+            row["reference"],
+            f"{row['mean']:.3f}",
+            f"{row['least_sd']:.2f} to {row['most_sd']:.2f}",
+            f"{row['questions']}",
+            f"{row['bytes'] / 1000:,.0f}",
+            f"{row['effective']:.0f}",
+            f"{row['seconds']:.1f}",
+        ]
+        for name, row in rows.items()
+    ]
+    heads = [
+        "model",
+        "rows in sites",
+        "reference",
+        "mean, off by (sd)",
+        "sd, ratio",
+        "questions",
+        "kB a site",
+        "effective draws",
+        "seconds",
+    ]
+    return f"{ruled(heads, lines)}\n\n{made(next(iter(rows.values())))}"
+
+
 def results(name: str) -> dict[str, Any]:
     """Read a file of the committed results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
