@@ -300,10 +300,10 @@ def densities_answer() -> str:
         Nearly: of the models of posteriordb, means are within
         {max(row["mean"] for row in known):.3f} of the reference's standard deviations, which are
         {min(row["least_sd"] for row in known):.2f} to {max(row["most_sd"] for row in known):.2f}
-        times the reference's. A logistic hierarchy over four hospitals, whose chain on the pooled
-        rows has {heart["rival_effective"]:.0f} effective draws of a scale, is within
-        {heart["mean"]:.2f} of it, in {heart["seconds"] / heart["rival_seconds"]:.3f} of the
-        chain's time.
+        times the reference's. A logistic hierarchy over four hospitals is within
+        {heart["mean"]:.2f} of a chain on the pooled rows, which has
+        {heart["rival_effective"]:.0f} effective draws of its slowest parameter, in
+        {heart["seconds"] / heart["rival_seconds"]:.3f} of the chain's time.
         """
     )
 
