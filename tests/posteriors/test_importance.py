@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from bayesfl.posteriors.importance import Proposal, resampled, weights_of
 
@@ -52,3 +53,12 @@ def test_coefficients_of_effects_spread_where_tau_is_large():
     away = (far[:, 0] - 1.0 - 0.5) / variance.sqrt()
     assert float(away.square().mean()) == pytest.approx(scale, rel=0.1)
     assert float((far[:, 1] + 1).square().mean()) == pytest.approx(scale * 0.3, rel=0.1)
+
+
+def test_fewer_draws_than_points_of_a_halton_sequence():
+    """Every second or fifteenth point of one would have a part of the numbers alone."""
+    for count in (8000, 60_000):
+        points = stats.qmc.Halton(2, rng=0).random(count)
+        places = resampled(np.full(count, 1 / count), 4000, np.random.default_rng(0))
+        assert np.allclose(points[places].mean(0), 0.5, atol=0.02)
+        assert np.allclose(points[places].std(0), 12**-0.5, atol=0.02)
