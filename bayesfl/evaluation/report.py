@@ -203,7 +203,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "bayesfl": _version(),
+        "bayesfl": importlib.metadata.version("bayesfl"),
         "python": platform.python_version(),
         "platform": "-".join(
             part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part
@@ -220,23 +220,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version() -> str | None:
-    try:
-        return importlib.metadata.version("bayesfl")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_model() -> str | None:
-    try:
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or None
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(named), platform.processor() or platform.machine() or None)
 
 
 def _commit() -> str | None:

@@ -94,7 +94,6 @@ def apart() -> dict[str, pd.DataFrame]:
 
 
 @pytest.mark.parametrize("text", SAME)
-@pytest.mark.filterwarnings("ignore:constant")
 def test_the_design_is_formulaics_of_all_rows_to_the_bit(text: str):
     """Where levels are absent at sites, and of rows to predict."""
     given = bf.stats.tables(apart(), formula=text)

@@ -390,7 +390,6 @@ def test_min_level_of_columns_with_two_values(two: tuple[Any, Any]):
     assert not refused(rows, "min_level", 2, outcome="sex")
 
 
-@pytest.mark.filterwarnings("ignore:constant. arm")
 def test_min_level_of_categories():
     """The reference counts, too; a level without rows tells nothing of anyone."""
     arm = bf.stats.levels("arm", ["a", "b", "c", "none"])
