@@ -170,7 +170,7 @@ def write_csv(
     writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows({key: _plain(value) for key, value in row.items()} for row in rows)
+    writer.writerows(rows)
     atomic_write(path, text.getvalue())
 
 
@@ -246,16 +246,6 @@ def _commit() -> str | None:
     # An installed copy may lie inside another project's repository, which does not track it.
     tracked = git("ls-files", "--error-unmatch", here.name) is not None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
-
-
-def _plain(value: Any) -> Any:
-    """Convert a tensor or array of one element to a Python number; return anything else
-    as it is.
-    """
-    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-    return (
-        value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
-    )
 
 
 def _jsonable(value: Any) -> Any:
