@@ -21,7 +21,7 @@ from bayesfl.base.surveys import Survey
 from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import MOST, Policy, Put, Question, Refusal, drawn
+from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
 from bayesfl.stats.terms import (
     Interaction,
     Levels,
@@ -99,20 +99,12 @@ class Site:
 
     def held(self, rows: int) -> Tensor:
         """Return the largest share of a column's squares about its median that so many rows hold,
-        of `columns`, [q]; 0 where it is less than `MOST`, NaN of constant ones.
+        of `columns`, [q]; NaN of constant ones.
         """
         if rows not in self.known:
-            columns, n = self.columns, len(self.columns)
-            mean = columns.mean(0)
-            squares = (columns - mean).square().sum(0)
-            far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
-            # A median is within a standard deviation of its mean, so that a square about it is at
-            # most 2 far + 2 squares / n; and they sum to no less than those about the mean.
-            much = ~(2 * rows * (far / squares + 1 / n) < MOST)
-            found, columns = torch.zeros_like(mean), columns[:, much]
-            squares = (columns - columns.median(0).values).square()
-            found[much] = squares.topk(min(n, rows), 0).values.sum(0) / squares.sum(0)
-            self.known[rows] = found
+            squares = (self.columns - self.columns.median(0).values).square()
+            most = squares.topk(min(len(squares), rows), 0).values
+            self.known[rows] = most.sum(0) / squares.sum(0)
         return self.known[rows]
 
     @cached_property
