@@ -244,8 +244,8 @@ def test_thresholds_lie_on_a_lattice_and_counts_are_told_in_steps():
     tables = bf.stats.tables(rows, terms=["age"], policy=Policy())
     ages, told = rows["va"]["age"].sort_values().to_numpy(), set()
     for threshold in np.linspace(35, 90, 400):
-        at = (((float(threshold),) * 3,) * 2,) * 2
-        question = Quantiles(sites=1, columns=1, low=at, high=at, weight=(60.0, 60.0))
+        at = torch.full((2, 2, 3), float(threshold), dtype=torch.float64)
+        question = Quantiles(sites=1, columns=1, at={"low": at, "high": at})
         state = question.start(None)
         below = tables.ask(question, None)(state, question.shapes(state), {})["below"][0, 0, 0]
         assert below <= (ages <= round(threshold)).sum() + 2
