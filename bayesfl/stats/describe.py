@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pandas
@@ -147,19 +147,16 @@ class Quantiles(Grouped):
     these.
 
     Args:
-        low: Lower ends of the ranges, [G + 1, p + 1, shares]; of all rows last.
-        high: Upper ends.
-        weight: The groups' numbers of rows, [G + 1].
+        at: The first state: lower and upper ends of the ranges, `low` and `high`
+            [G + 1, p + 1, shares], of all rows last; the groups' numbers of rows, `weight`
+            [G + 1]; and 0 for `n_asked`.
     """
 
-    low: tuple[Any, ...] = ()
-    high: tuple[Any, ...] = ()
-    weight: tuple[float, ...] = ()
+    at: Tensors = field(default_factory=dict, compare=False, repr=False)
 
     def start(self, about: Any, /) -> Tensors:
         """Return the ranges at first."""
-        low, high = (torch.tensor(t, dtype=torch.float64) for t in (self.low, self.high))
-        return {"low": low, "high": high, "n_asked": torch.tensor(0)}
+        return self.at
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -182,12 +179,12 @@ class Quantiles(Grouped):
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Keep the half in which the quantile lies."""
-        weight = torch.tensor(self.weight, dtype=torch.float64)[:, None, None]
+        weight = state["weight"][:, None, None]
         enough = total["below"] >= torch.tensor(SHARES, dtype=torch.float64) * weight
         middle, asked = (state["low"] + state["high"]) / 2, state["n_asked"] + 1
         low = torch.where(enough, state["low"], middle)
         high = torch.where(enough, middle, state["high"])
-        return {"low": low, "high": high, "n_asked": asked}, int(asked) == HALVINGS
+        return state | {"low": low, "high": high, "n_asked": asked}, int(asked) == HALVINGS
 
 
 def _on_lattice(threshold: Tensor, sd: Tensor, digits: int) -> Tensor:
@@ -379,23 +376,14 @@ def _quantiles(
     share = torch.tensor(SHARES, dtype=torch.float64)
     low = mean[..., None] - sd * ((1 - share) / share).sqrt()
     high = mean[..., None] + sd * (share / (1 - share)).sqrt()
-    survey = Quantiles(
-        **grouped,
-        low=_plain(low.nan_to_num()),
-        high=_plain(high.nan_to_num()),
-        weight=tuple(weight.tolist()),
-    )
-    state = asked.conduct(survey)
+    at = {"low": low.nan_to_num(), "high": high.nan_to_num(), "weight": weight}
+    state = asked.conduct(Quantiles(**grouped, at=at | {"n_asked": torch.tensor(0)}))
     return torch.where(mean[..., None].isnan(), math.nan, (state["low"] + state["high"]) / 2)
 
 
 def _with_all(values: Tensor) -> Tensor:
     """Return values of groups [G, ...] with their sum last, [G + 1, ...]."""
     return torch.cat([values, values.sum(0, keepdim=True)])
-
-
-def _plain(values: Tensor) -> tuple[Any, ...]:
-    return tuple(tuple(map(tuple, one)) for one in values.tolist())
 
 
 def _difference(mean: Tensor, variance: Tensor) -> float:

@@ -164,9 +164,9 @@ class Diagnostics:
             "events by groups of risk": self.risk,
             "concordance (AUC), DeLong's intervals": self.concordance,
         }
-        for title, frame in titles.items():
-            if frame is not None:
-                lines.append(str(of_frame(frame, title)))
+        lines += [
+            str(of_frame(frame, title)) for title, frame in titles.items() if frame is not None
+        ]
         return "\n".join([*lines, *self.said, str(self.released)])
 
     __repr__ = __str__

@@ -196,9 +196,7 @@ class Policy:
         """Return who has which of two values, or which level, in the site's columns and those that
         a question names, [k, n] of bools.
         """
-        found = []
-        for values in site.of_two.T:
-            found.append(values == values.max())
+        found = [values == values.max() for values in site.of_two.T]
         for name in _categories(site, question):
             levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
             found += [torch.from_numpy(codes == level) for level in range(len(levels))]
@@ -281,10 +279,8 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _rarest(site: "Site", question: Question) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
-    counts = [site.least_of_two]
-    for name in _categories(site, question):
-        counts.append(float(site.frame[name].value_counts().min()))
-    return min(counts)
+    of_levels = [site.frame[name].value_counts().min() for name in _categories(site, question)]
+    return float(min(site.least_of_two, *of_levels, math.inf))
 
 
 def _categories(site: "Site", question: Question) -> list[str]:

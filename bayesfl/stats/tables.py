@@ -18,11 +18,10 @@ from torch import Tensor
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
-from bayesfl.base.warning import warn
 from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import MOST, Policy, Put, Question, Refusal, drawn
+from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
 from bayesfl.stats.terms import (
     Interaction,
     Levels,
@@ -100,20 +99,12 @@ class Site:
 
     def held(self, rows: int) -> Tensor:
         """Return the largest share of a column's squares about its median that so many rows hold,
-        of `columns`, [q]; 0 where it is less than `MOST`, NaN of constant ones.
+        of `columns`, [q]; NaN of constant ones.
         """
         if rows not in self.known:
-            columns, n = self.columns, len(self.columns)
-            mean = columns.mean(0)
-            squares = (columns - mean).square().sum(0)
-            far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
-            # A median is within a standard deviation of its mean, so that a square about it is at
-            # most 2 far + 2 squares / n; and they sum to no less than those about the mean.
-            much = ~(2 * rows * (far / squares + 1 / n) < MOST)
-            found, columns = torch.zeros_like(mean), columns[:, much]
-            squares = (columns - columns.median(0).values).square()
-            found[much] = squares.topk(min(n, rows), 0).values.sum(0) / squares.sum(0)
-            self.known[rows] = found
+            squares = (self.columns - self.columns.median(0).values).square()
+            most = squares.topk(min(len(squares), rows), 0).values
+            self.known[rows] = most.sum(0) / squares.sum(0)
         return self.known[rows]
 
     @cached_property
@@ -336,9 +327,6 @@ def tables(
             and none may be, or is none that its column may hold; a formula learns from rows, as by
             center(age), or has a category without its levels.
 
-    Warns:
-        UserWarning: A column is constant at a site, or a level is at one site only.
-
     Example:
         >>> import pandas as pd
         >>> import bayesfl as bf
@@ -433,9 +421,7 @@ def tables(
         )
     places = np.arange(len(sites))
     sources += tuple(name for name in (offset, weights) if name is not None)
-    made = Tables(tuple(sites), parts, columns, outcome, places, sources, policy, offset)
-    _warn_of_columns(made)
-    return made
+    return Tables(tuple(sites), parts, columns, outcome, places, sources, policy, offset)
 
 
 def _by_text(given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -470,28 +456,3 @@ def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: 
     counts = {name: int(frame[name].isna().sum()) for name in names}
     told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     return f"{int(absent.sum())} of {len(frame)} rows, {told}"
-
-
-def _warn_of_columns(found: Tables) -> None:
-    constant = [
-        f"{column} at {site.name}"
-        for place, column in enumerate(found.columns)
-        for site in found.sites
-        if len(site.x) > 1 and bool((site.x[:, place] == site.x[0, place]).all())
-    ]
-    alone = []
-    for term in found.terms:
-        if isinstance(term, Levels) and len(found.sites) > 1:
-            for level in term.levels:
-                have = [s.name for s in found.sites if (s.frame[term.column] == level).any()]
-                if len(have) == 1:
-                    alone.append(f"{term.column}={level} at {have[0]} only")
-    if constant or alone:
-        warn(
-            "; ".join(
-                ([f"constant: {', '.join(constant)}"] if constant else [])
-                + ([f"levels at one site: {', '.join(alone)}"] if alone else [])
-            )
-            + ". Coefficients then depend on the other sites, or on that one alone, and under "
-            "intercept='per_site' such a level has no effect"
-        )

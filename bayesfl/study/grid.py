@@ -86,13 +86,10 @@ def edges(grid: Grid, chosen: Mapping[str, Any], rounds: int) -> dict[str, str]:
     """
     found = {}
     for option, values in grid.items():
-        sizes = [_size(value, rounds) for value in values]
-        known = [size for size in sizes if size is not None]
+        sizes: list[Any] = [_size(value, rounds) for value in values]
         size = _size(chosen[option], rounds)
-        if size is None or len(known) < len(sizes) or len(set(known)) < 2:
-            continue
-        if size in (min(known), max(known)):
-            found[option] = "smallest" if size == min(known) else "largest"
+        if None not in sizes and len({*sizes}) > 1 and size in (min(sizes), max(sizes)):
+            found[option] = "smallest" if size == min(sizes) else "largest"
     return found
 
 

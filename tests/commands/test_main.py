@@ -32,8 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "the following arguments are required: COMMAND"),
-        (["show", "nowhere"], "'nowhere' holds neither a saved run nor a study"),
-        (["report", "nowhere"], "'nowhere' holds neither a saved run nor a study"),
+        (["show", "nowhere"], "'nowhere' holds no runs of a study"),
+        (["report", "nowhere"], "'nowhere' holds no runs of a study"),
         (["new-app", "."], "holds something already; give a new folder"),
     ],
 )

@@ -125,8 +125,7 @@ def test_errors_by_site_need_three():
     rows = {
         site: frame.assign(here=(site == "west") * frame["age"]) for site, frame in frames().items()
     }
-    with pytest.warns(UserWarning, match="constant: here at east"):
-        given = bf.stats.tables(rows, outcome="score", terms=["age", "here"])
+    given = bf.stats.tables(rows, outcome="score", terms=["age", "here"])
     with pytest.raises(ValueError, match=r"of \['here'\] one site alone says"):
         bf.stats.glm(given, **options, intercept="per_site")
 
@@ -606,8 +605,7 @@ def test_what_separates_is_named():
         with pytest.raises(ValueError, match=r"\['z', 'w'\] are linearly"):
             bf.stats.glm(given, family="binomial", aggregation=aggregation)
     level = {site: frame.assign(one=1) for site, frame in rows.items()}
-    with pytest.warns(UserWarning, match="constant: one at a, one at b"):
-        given = bf.stats.tables(level, outcome="y", terms=["one"])
+    given = bf.stats.tables(level, outcome="y", terms=["one"])
     with pytest.raises(ValueError, match=r"\['one'\] are constant"):
         bf.stats.glm(given, family="binomial")
 

@@ -244,8 +244,8 @@ def test_thresholds_lie_on_a_lattice_and_counts_are_told_in_steps():
     tables = bf.stats.tables(rows, terms=["age"], policy=Policy())
     ages, told = rows["va"]["age"].sort_values().to_numpy(), set()
     for threshold in np.linspace(35, 90, 400):
-        at = (((float(threshold),) * 3,) * 2,) * 2
-        question = Quantiles(sites=1, columns=1, low=at, high=at, weight=(60.0, 60.0))
+        at = torch.full((2, 2, 3), float(threshold), dtype=torch.float64)
+        question = Quantiles(sites=1, columns=1, at={"low": at, "high": at})
         state = question.start(None)
         below = tables.ask(question, None)(state, question.shapes(state), {})["below"][0, 0, 0]
         assert below <= (ages <= round(threshold)).sum() + 2
@@ -390,7 +390,6 @@ def test_min_level_of_columns_with_two_values(two: tuple[Any, Any]):
     assert not refused(rows, "min_level", 2, outcome="sex")
 
 
-@pytest.mark.filterwarnings("ignore:constant. arm")
 def test_min_level_of_categories():
     """The reference counts, too; a level without rows tells nothing of anyone."""
     arm = bf.stats.levels("arm", ["a", "b", "c", "none"])

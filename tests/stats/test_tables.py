@@ -58,8 +58,7 @@ def test_missing_values_are_refused_or_their_rows_left_out():
     told = r"north: 2 of 3 rows, age 1, cp 1\).*missing='complete'"
     with pytest.raises(ValueError, match=told):
         bf.stats.tables(rows, outcome="ill", terms=terms)
-    with pytest.warns(UserWarning, match="levels at one site"):
-        given = bf.stats.tables(rows, outcome="ill", terms=terms, missing="complete")
+    given = bf.stats.tables(rows, outcome="ill", terms=terms, missing="complete")
     assert [site.dropped for site in given.sites] == [2, 0]
     assert given.sites[0].frame["age"].tolist() == [40]
     assert str(given).startswith("Tables(north 1 (-2), south 3;")
@@ -107,7 +106,6 @@ def test_numbers_of_any_type_and_frame():
 
 
 @pytest.mark.parametrize("kind", ["object", "str", "string", "category"])
-@pytest.mark.filterwarnings("ignore:constant")
 def test_missing_text_is_no_level_whatever_its_type(kind: str):
     """Also where the site has no row of the reference."""
     text = pd.Series(["m", None, "m"], dtype="object").astype(kind)
@@ -183,11 +181,3 @@ def test_levels_that_do_not_make_a_category():
     for values in ([1], [1, 2, 1]):
         with pytest.raises(ValueError, match="two or more, each once"):
             levels("cp", values)
-
-
-def test_what_is_warned_of():
-    with pytest.warns(UserWarning, match=r"constant: age at north\. Coefficients"):
-        bf.stats.tables(two(age=1), terms=["age"])
-    told = "constant: .*; levels at one site: cp=3 at south only"
-    with pytest.warns(UserWarning, match=told):
-        bf.stats.tables(two(cp=[1, 2, 2]), terms=[levels("cp", [1, 2, 3])])

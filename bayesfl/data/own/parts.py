@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import WIDE, Inputs, each, join, named
+from bayesfl.base.inputs import WIDE, Inputs, each, join, named, unnamed
 from bayesfl.data.conversion import to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
 from bayesfl.data.names import places_of
@@ -171,16 +171,18 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
     """Return inputs, after a check that they have the tensors of `like` and types like theirs;
     inputs without rows take these types.
     """
-    mine, theirs = dict(named(x, name)), dict(named(like, name))
+    mine, theirs = dict(named(x)), dict(named(like))
     for what, own in mine.items():
         one = theirs[what]
         if _read_as(own) != _read_as(one) and len(own) and len(one):
             raise ValueError(
-                f"{what} must hold numbers of one type: {whose} has {own.dtype}, {others} "
-                f"{one.dtype}; convert them alike, as values.astype('float32') does where both are "
-                "quantities"
+                f"{name}{what[1:]} must hold numbers of one type: {whose} has {own.dtype}, "
+                f"{others} {one.dtype}; convert them alike, as values.astype('float32') does where "
+                "both are quantities"
             )
-    return _ordered(x, like)
+    typed = {what: t.to(theirs[what].dtype) if not len(t) else t for what, t in mine.items()}
+    made: Any = unnamed({what: typed[what] for what in theirs})
+    return made
 
 
 def _read_as(t: Tensor) -> str:
@@ -188,15 +190,6 @@ def _read_as(t: Tensor) -> str:
     return (
         "a float" if t.is_floating_point() else "torch.int64" if t.dtype in WIDE else str(t.dtype)
     )
-
-
-def _ordered(x: Any, like: Any) -> Inputs:
-    """Return a tree in the order of another's names; tensors without rows in the other's types."""
-    if isinstance(like, Mapping):
-        return {key: _ordered(x[key], part) for key, part in like.items()}
-    if isinstance(like, tuple):
-        return tuple(_ordered(own, part) for own, part in zip(x, like, strict=True))
-    return x if len(x) else x.to(like.dtype)
 
 
 def _missing(owner: Any) -> bool:

@@ -1,5 +1,6 @@
 """Checks of Cox's regression over sites: proportional hazards, and pairs that are ranked right."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -217,11 +218,8 @@ def concordance(asked: Questions, within: Concordance, across: ByScore | None) -
     columns = {name: np.append(t.numpy(), float(t.sum())) for name, t in sums.items()}
     found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"])
     if across is not None:
-        try:
+        with contextlib.suppress(Refusal):  # pairs within sites remain
             cells = asked.conduct(across)
-        except Refusal:
-            pass  # pairs within sites remain
-        else:
             events, others = cells["events"], cells["at_risk"] - cells["events"]
             parts = (others.sum(1, keepdim=True), others.cumsum(1) - others, others)
             found.loc["all pairs"] = [float((events * part).sum()) for part in parts]
