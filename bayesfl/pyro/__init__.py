@@ -56,8 +56,9 @@ def densities(
         if ours != first[1]:
             told = next((a, b) for a, b in zip(first[1], ours, strict=True) if a != b)
             raise ValueError(
-                f"the shared parameter {told[0].column!r} is {told[0]} at site {first[0]!r} and "
-                f"{told[1]} at {name!r}: give it one shape and range, or make it the site's own"
+                f"the shared parameter {told[0].column!r} is {told[0].words} at site {first[0]!r} "
+                f"and {told[1].words} at {name!r}: give it one shape and range, or make it the "
+                "site's own"
             )
         sites[name] = site_of(name, rows[name], local)
     return tables_of(sites, first[1] if first else (), policy)

@@ -5,6 +5,7 @@ no code.
 """
 
 import json
+from inspect import isabstract
 from typing import Any
 
 from bayesfl.base import archive
@@ -24,7 +25,7 @@ def known() -> dict[str, type]:
     while waiting:
         for one in waiting.pop().__subclasses__():
             waiting.append(one)
-            if one.__module__.startswith("bayesfl.stats."):
+            if one.__module__.startswith("bayesfl.stats.") and not isabstract(one):
                 found[one.__name__] = one
     return found
 

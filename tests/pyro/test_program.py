@@ -156,6 +156,21 @@ def test_constrained_parameters_have_their_jacobian_once():
     assert float(fit.draws["rate"].std()) == pytest.approx(float(exact.stddev), rel=0.05)
 
 
+def test_a_site_without_rows_adds_nothing():
+    """And one whose rows are no numbers is named."""
+
+    def model(y: Tensor) -> None:  # as Pyro has no plate of no rows
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        pyro.sample("y", dist.Normal(mu, 1.0).expand(y.shape).to_event(1), obs=y)
+
+    empty = bf.pyro.fit(model, ROWS | {"c": (Y[:0],)}, shared=["mu"])
+    wanted = bf.pyro.fit(model, ROWS, shared=["mu"]).table()
+    assert torch.allclose(torch.tensor(empty.table().to_numpy()), torch.tensor(wanted.to_numpy()))
+    for wrong in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="site 'c' has no log density"):
+            bf.pyro.fit(normal, ROWS | {"c": (Y * wrong,)}, shared=["mu"])
+
+
 def test_predictions_and_likelihoods():
     """Of a site's rows anew, of others, and for ArviZ."""
     fit = bf.pyro.fit(normal, ROWS, shared=["mu"])

@@ -62,7 +62,7 @@ class Rows:
     @property
     def longest(self) -> int:
         """Return how many numbers the longest tensor has, 1 at least."""
-        return max((t.numel() for t in self.tensors), default=1)
+        return max([1, *(t.numel() for t in self.tensors)])
 
     def having(self, tensors: Sequence[Tensor]) -> Any:
         """Return the rows with other tensors; as they were given without."""

@@ -131,7 +131,8 @@ def mode(
     if not len(found.theta):
         raise ValueError(
             "the posterior has no maximum that Newton's steps find: a shared parameter may have no "
-            "prior and no rows that say something of it"
+            "prior and no rows that say something of it, or the density may grow without bound, as "
+            "where a scale goes to zero: write what has this scale as the scale times a parameter"
         )
     best = found[found.value.argmax()[None]]
     away = found.theta - best.theta

@@ -75,6 +75,11 @@ class Parameter(Number):
         return named(self.column, self.free)
 
     @property
+    def words(self) -> str:
+        """Return what it is in words."""
+        return f"{self.column} of shape {list(self.shape)} in {self.support}"
+
+    @property
     def is_scale(self) -> bool:
         """Return whether it is positive, as standard deviations are."""
         found = _range(ast.parse(self.support, mode="eval").body)

@@ -65,7 +65,7 @@ def site_of(name: str, rows: Any, local: Local) -> Site:
         {
             f"{place}.{k}": column
             for place, one in enumerate(arrays)
-            if count == (len(one) if one.ndim else 1)
+            if one.size and count == (len(one) if one.ndim else 1)
             for k, column in enumerate(one.reshape(count, -1).T)
         },
         index=range(count),
@@ -85,6 +85,13 @@ def tables_of(
     """Return sites whose terms are the parameters that they share."""
     columns = tuple(name for one in parameters for name in one.columns)
     ordered = [sites[name] for name in sorted(sites)]
+    for one in ordered:
+        integral, phi = one.local.integral, one.local.begin[None]
+        if not integral.values(phi, integral.begin[:, None]).isfinite():
+            raise ValueError(
+                f"site {one.name!r} has no log density where the search begins, the middle of the "
+                "prior: its rows hold what is not a number, or what cannot be observed there"
+            )
     models = apart([one.local for one in ordered])
     found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
     return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
