@@ -6,10 +6,8 @@ Accelerated projected gradient finds the support approximately. On a support F t
 equality-constrained minimum is linear algebra; block pivoting exchanges all weights in F that are
 negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative matrix
 factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011,
-section 4). It usually ends after a few exchanges, but need not end; programs that it leaves
-unsolved go to an active-set method, which does (Nocedal and Wright, "Numerical optimization", 2nd
-edition, 2006, algorithm 16.3): a step towards the minimum on F stops at the first weight that would
-turn negative, and a weight outside enters while its multiplier is negative.
+section 4). It usually ends after a few exchanges. Where the number of wrong weights does not fall,
+only the last of them changes sides, which ends, too (Murty's rule).
 """
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 MOST_STEPS = 80  # steps of projected gradient
 TOLERANCE = 1e-12  # multipliers above minus this count as >= 0, in units of Q's mean diagonal
 SMALLEST = 1e-6  # weights that projected gradient leaves below this start outside the support
-EXCHANGES = 30  # most exchanges of block pivoting
+EXCHANGES = 20  # most exchanges of block pivoting, for each weight
 BYTES = 2**26  # bytes of the matrices that are solved at once
 
 
@@ -57,14 +55,7 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
         )
     quadratic, linear = quadratic / scale, linear / scale
     weights = _descended(quadratic, linear, float(values[-1] / scale))
-    support = weights > SMALLEST
-    found, left = _pivoted(quadratic, linear, support)
-    if len(left):
-        start = torch.where(support[left], weights[left], 0.0)
-        found[left] = _settled(
-            quadratic, linear[left], start / start.sum(-1, keepdim=True), support[left]
-        )
-    return found
+    return _pivoted(quadratic, linear, weights > SMALLEST)
 
 
 def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
@@ -130,13 +121,11 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
     return out, level
 
 
-def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the minimisers [C, K] found by block pivoting, and the numbers of the programs that it
-    leaves unsolved.
-    """
+def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> Tensor:
+    """Return the minimisers [C, K] by block pivoting; programs that are solved drop out."""
     done, todo = torch.zeros_like(linear), torch.arange(len(linear), device=linear.device)
     fewest = torch.full_like(todo, linear.shape[1] + 1)
-    for _ in range(EXCHANGES):
+    for _ in range(EXCHANGES * linear.shape[1] + EXCHANGES):
         target, level = _on_support(quadratic, linear[todo], support)
         slope = target @ quadratic - linear[todo] - level
         wrong = torch.where(support, target < 0, slope < -TOLERANCE)
@@ -155,39 +144,8 @@ def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor
         support = torch.where(changed.any(-1, keepdim=True), changed, support)
         support, todo, fewest = support[~settled], todo[~settled], fewest[~settled]
         if not len(todo):
-            break
-    return done, todo
-
-
-def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor) -> Tensor:
-    """Return the minimisers found by the active-set method, from feasible `weights` that are 0
-    outside `support`, both [C, K].
-
-    Programs that are solved drop out.
-    """
-    count = linear.shape[1]
-    done, todo = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
-    for _ in range(20 * count + 20):
-        target, level = _on_support(quadratic, linear[todo], support)
-        # The step stops at the first weight that would turn negative.
-        share = torch.where(target < 0, weights / (weights - target).clamp_min(1e-300), torch.inf)
-        step = share.amin(-1, keepdim=True).clamp(max=1.0)
-        leaves = (share <= step) & (target < 0)
-        weights = torch.where(leaves, 0.0, weights + step * (target - weights))
-        support = support & ~leaves
-        multipliers = (weights @ quadratic - linear[todo] - level).masked_fill(support, torch.inf)
-        least, enters = multipliers.min(-1)
-        arrived = ~leaves.any(-1)
-        grows = arrived & (least < -TOLERANCE)
-        settled = arrived & ~grows
-        done[todo[settled]] = weights[settled]
-        support = support.scatter(
-            1, enters[:, None], support.gather(1, enters[:, None]) | grows[:, None]
-        )
-        weights, support, todo = weights[~settled], support[~settled], todo[~settled]
-        if not len(todo):
             return done
     raise RuntimeError(
-        f"the active set of {len(linear)} programs of {count} weights did not settle; is the "
-        "quadratic nearly singular?"
+        f"{len(todo)} programs of {linear.shape[1]} weights did not settle; is the quadratic "
+        "nearly singular?"
     )
