@@ -1,5 +1,5 @@
-"""A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable, and
-at what its body gives them.
+"""A look at whether a client's full-batch steps on a head, tied to a centre, are stable, and at
+what its body gives them.
 
 On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and
 momentum m is a linear map, which contracts if and only if
@@ -9,9 +9,9 @@ momentum m is a linear map, which contracts if and only if
 
 Beyond that a head oscillates or diverges, and a body trained against it, too: losses stay finite,
 since the softmax saturates, and accuracy is lost without an error. lambda is the largest eigenvalue
-of the Hessian, in the head's weights, of the loss at the beliefs' means, by power iteration; where
-a belief draws, the loss is an expectation over draws, whose curvature is near that and not equal to
-it.
+of the Hessian, in a linear head's weights, of the loss at the beliefs' means, by power iteration,
+and of the generalised Gauss-Newton matrix for a head of several layers; where a belief draws, the
+loss is an expectation over draws, whose curvature is near that and not equal to it.
 
 References:
     Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit
@@ -21,17 +21,20 @@ References:
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from bayesfl.base.inputs import call
+from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
 from bayesfl.composition.priors import is_normal
-from bayesfl.curvature.roots import root
+from bayesfl.curvature import Curvature
+from bayesfl.curvature.layers import unsupported
+from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Bernoulli, Categorical
-from bayesfl.models.altered import altered, cut
+from bayesfl.models.altered import cut
 from bayesfl.models.cutting import has_body
-from bayesfl.models.weights import call_at
 from bayesfl.optim import SGD, rate_at, rate_limit
 
 ITERATIONS = 20
@@ -94,7 +97,7 @@ def if_unstable(
     precision = float((weight / prior.variance(given, view)).max())
     try:
         curvature = float(scale * largest(algorithm, phase, given, view, batch))
-    except TypeError:  # a likelihood whose curvature is not known
+    except (TypeError, ValueError):  # of a likelihood or outputs without a curvature
         return ""
     assert isinstance(phase.optimiser, SGD)
     rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
@@ -148,8 +151,8 @@ def if_dead(
 
 
 def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:
-    """Say whether a phase takes full-batch steps of SGD on a linear head alone, under a Normal
-    prior.
+    """Say whether a phase takes full-batch steps of SGD on a head alone, of torch's layers one
+    after the other, under a Normal prior.
     """
     if (
         not by_algebra(phase)
@@ -159,24 +162,13 @@ def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:
     ):
         return False
     (name,) = phase.blocks
-    linear = cut(algorithm.model) and _linear(algorithm.model.head)
-    heads = all(leaf.startswith("head.") for leaf in algorithm.layout(name).names)
     return (
-        linear
-        and heads
+        cut(algorithm.model)
+        and not unsupported(algorithm.model.head)
+        and all(leaf.startswith("head.") for leaf in algorithm.layout(name).names)
         and is_normal(algorithm.blocks[name].prior)
         and algorithm.copies(phase.energy.parts) is None
     )
-
-
-def _linear(head: nn.Module) -> bool:
-    """Say whether a head is an `nn.Linear` itself, no subclass, or an `nn.Sequential` that ends
-    with one after steps without parameters.
-    """
-    if altered(head):  # a hook, such as weight norm's, may make anything of a layer
-        return False
-    *before, last = head if type(head) is nn.Sequential and len(head) else (head,)
-    return type(last) is nn.Linear and not any(True for step in before for _ in step.parameters())
 
 
 def largest(
@@ -187,35 +179,26 @@ def largest(
 
     Raises:
         TypeError: The curvature of the likelihood is not known.
+        ValueError: Outputs are not finite.
     """
-    (name,) = phase.blocks
-    layout = algorithm.layout(name)
-    leaves = algorithm.leaves(phase.energy.parts, view)
-    likelihood = algorithm.likelihood
-    features, outputs = algorithm.features(leaves, batch["x"])
-    assert features is not None  # as only networks with a body are watched
-    factor = root(likelihood, outputs).to(outputs)
-    shares = phase.energy.shares(given, view, batch)
-    if isinstance(likelihood, Categorical | Bernoulli):
-        shares = shares * likelihood.times(outputs, batch["y"])
-    head = algorithm.module(outputs).get_submodule("head")
-    # The head is linear in its trained parameters: the others, of no block, are 0 here.
-    zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}
-
-    def linear(vector: Tensor) -> Tensor:
-        leaves = {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()}
-        return call_at(head, zeros | leaves, features)
-
-    direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(outputs)
-    # A product is 0 where outputs are saturated.
-    value, tiny = (direction.new_zeros(()), torch.finfo(direction.dtype).tiny)
+    likelihood, shares = algorithm.likelihood, phase.energy.shares(given, view, batch)
+    check_known(likelihood)
+    network: Any = algorithm.network(view, phase.energy.parts)
+    with torch.no_grad():
+        features = call(network.body, batch["x"])
+        if isinstance(likelihood, Categorical | Bernoulli):
+            shares = shares * likelihood.times(network.head(features), batch["y"])
+            likelihood = type(likelihood)()  # whose curvature, times these, is that of the loss
+    names = [leaf.removeprefix("head.") for leaf in algorithm.layout(phase.blocks[0]).names]
+    layout = Layout(algorithm.model.get_submodule("head"), tuple(names))
+    curvature = Curvature(network.head, likelihood, pattern=layout)
+    rows = curvature.linearise(features, weight=shares.double())[1]
+    noise = torch.randn(curvature.size, 1, generator=torch.Generator().manual_seed(0))
+    direction = noise.to(shares.device, torch.float64)
+    value, tiny = direction.norm() * 0, torch.finfo(torch.float64).tiny
     for _ in range(ITERATIONS):
-        direction = (direction / direction.norm().clamp_min(tiny)).requires_grad_()
-        with torch.enable_grad():
-            # J d, whose derivative along u is J' u; torch's forward mode is not for several
-            # threads.
-            moved = linear(direction)
-        weighed = torch.einsum("noq,npq,np->no", factor, factor, moved.detach()) * shares[:, None]
-        (product,) = torch.autograd.grad(moved, direction, weighed)
-        value, direction = direction.detach() @ product, product
+        # A product is 0 where outputs are saturated.
+        direction = direction / direction.norm().clamp_min(tiny)
+        product = rows.back(rows.forward(direction))
+        value, direction = (direction * product).sum(), product
     return value

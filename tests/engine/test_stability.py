@@ -2,6 +2,7 @@
 whole matrices.
 """
 
+import copy
 import re
 import warnings
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.curvature import Curvature
 from bayesfl.data import FederatedData
 from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
@@ -223,29 +225,36 @@ def hooked() -> nn.Linear:
     return layer
 
 
-def shared() -> nn.Module:
-    """A layer between two uses of one activation."""
-    both = nn.Tanh()
-    return nn.Sequential(both, nn.Linear(8, 3), both)
-
-
-NONLINEAR = {
+OTHERS = {
     "subclass": lambda: Squashed(8, 3),
     "hook": hooked,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 3)),
-    "two layers": lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)),
-    "more after": lambda: nn.Sequential(nn.Linear(8, 3), nn.Tanh()),
-    "shared activation": shared,
     "inside": lambda: nn.Sequential(nn.Tanh(), hooked()),
     "norm": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3)),
 }
 
 
-@pytest.mark.parametrize("kind", NONLINEAR)
-def test_heads_that_are_not_linear_in_their_weights(kind: str):
-    """Their curvature is another one: they are not looked at."""
-    made = bf.algorithms.pfedmap(bf.models.SplitModel(nn.Linear(8, 8), NONLINEAR[kind]()))
+@pytest.mark.parametrize("kind", OTHERS)
+def test_heads_that_are_no_layers_of_torch(kind: str):
+    """They are not looked at."""
+    made = bf.algorithms.pfedmap(bf.models.SplitModel(nn.Linear(8, 8), OTHERS[kind]()))
     assert not stability.watched(made.phases[0], made)
+
+
+def test_heads_of_several_layers(clients: FederatedData):
+    """They have the curvature of Gauss and Newton; outputs that are not finite have none."""
+    head = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    algorithm = bf.algorithms.pfedmap(bf.models.SplitModel(nn.Linear(8, 6), head))
+    phase = algorithm.phases[0]
+    assert stability.watched(phase, algorithm)
+    given, view, batch = started(algorithm, clients, 1)
+    body, own = (copy.deepcopy(part) for part in algorithm.network(view).children())
+    ggn = Curvature(own.requires_grad_()).ggn(body(batch["x"]))
+    whole = torch.linalg.eigvalsh(ggn)[-1]
+    found = stability.largest(algorithm, phase, given, view, batch) * len(batch["x"])
+    assert_close(found, whole, rtol=1e-3, atol=0.0)
+    view["head"]["loc"].fill_(torch.nan)
+    assert not stability.if_unstable(algorithm, phase, given, view, batch, "client 1")
 
 
 def test_a_dead_body_is_named(clients: FederatedData):
