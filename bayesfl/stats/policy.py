@@ -181,7 +181,8 @@ class Policy:
             weight: The weights.
             people: Number of people of each row, [n].
         """
-        total, most = weight.sum(-1), (weight / people).amax(-1)
+        total = weight.sum(-1)
+        most = (weight / people).amax(-1) if len(people) else total
         even = (total > 0) & (most * self.min_rows <= total * (1 + 1e-9))
         return even | (self.min_rows == 0)
 

@@ -18,7 +18,7 @@ REFERENCES: dict[str, Any] = json.loads(PATH.read_text())
 @pytest.mark.parametrize("name", [name for name in MODELS if name in REFERENCES])
 def test_means_and_deviations_are_those_of_nuts(name: str):
     """Shared parameters and sites' own: means within .1 standard deviations, and these within a
-    twentieth; under secure sums the same.
+    tenth, as some thousand dependent draws know them; under secure sums the same.
     """
     model, shared, rows = MODELS[name]
     fit = bf.pyro.fit(model, rows, shared=shared)
@@ -30,7 +30,7 @@ def test_means_and_deviations_are_those_of_nuts(name: str):
         apart = (found[key].mean(0) - mean) / sd
         assert float(apart[free].abs().max()) < 0.1, key
         ratio = (found[key].std(0) / sd)[free]
-        assert 0.93 < float(ratio.min()), key
-        assert float(ratio.max()) < 1.07, key
-    hidden = bf.pyro.fit(model, rows, shared=shared, aggregation=bf.SecureSum())
+        assert 0.9 < float(ratio.min()), key
+        assert float(ratio.max()) < 1.1, key
+    hidden = bf.pyro.fit(model, rows, shared=shared, aggregation=bf.SecureSum(range=2.0**26))
     assert np.allclose(hidden.table(), fit.table(), rtol=1e-3, atol=1e-3)
