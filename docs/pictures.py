@@ -177,6 +177,23 @@ def same_digits() -> Figure:
     return figure
 
 
+def densities() -> Figure:
+    """Means and standard deviations beside the references'."""
+    rows: Mapping[str, dict[str, float]] = TABLES["results"]("densities")["rows"]
+    figure = new_figure((8, 3))
+    left, right = figure.subplots(1, 2, sharey=True)
+    named(left, list(rows), "")
+    spots(left, [[row["mean"]] for row in rows.values()], OKABE_ITO[0], "mean", marker="o")
+    left.set_xlim(0, 0.1)
+    left.set_xlabel("largest difference of a mean (sd)")
+    ends = [[row["least_sd"], row["most_sd"]] for row in rows.values()]
+    spots(right, ends, OKABE_ITO[1], "least and largest", marker="D")
+    right.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
+    right.set_xlim(0.8, 1.2)
+    right.set_xlabel("ratio of standard deviations")
+    return figure
+
+
 def speed() -> Figure:
     """Time of a round in units of a plain loop."""
     rows = [
@@ -203,6 +220,6 @@ def speed() -> Figure:
 
 
 if __name__ == "__main__":
-    for draw in (fedsi, fedem, perinvfl, promises, same_digits, speed):
+    for draw in (fedsi, fedem, perinvfl, promises, same_digits, densities, speed):
         name = draw.__name__.replace("_", "-")
         draw().savefig(ROOT / "docs" / "images" / f"{name}.png")

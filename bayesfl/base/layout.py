@@ -97,9 +97,10 @@ class Layout:
         idle = [one for one in several if not _matches(model, one)]
         if idle or not self.shapes:
             wrong = idle[0].removeprefix("!") if idle else pattern
+            frozen = bool(wrong) and any(covers(wrong, name) for name in every)
+            what = "frozen parameters alone (requires_grad=False)" if frozen else "no parameter"
             raise ValueError(
-                f"pattern {pattern!r}: {wrong!r} matches no parameter that is trained; "
-                f"the model has {list(every)[:20]}. "
+                f"pattern {pattern!r}: {wrong!r} matches {what}; the model has {list(every)[:20]}. "
                 "Patterns are matched against named_parameters(), of which the trained ones count; "
                 "bf.models.split(module, head=...) gives any module a body and a head, and "
                 "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head, for "

@@ -53,7 +53,11 @@ def measured(
     for name, measure in measures.items():
         for j in np.flatnonzero(counts).tolist():
             own = slice(starts[j], starts[j] + counts[j])
-            out[name][j] = float(measure(local.predictions.at(own), local.labels[own]))
+            try:
+                out[name][j] = float(measure(local.predictions.at(own), local.labels[own]))
+            except Exception as error:  # a user's function may raise anything; it is passed on
+                error.add_note(f"raised by the measure {name!r} for client {local.ids[j]}")
+                raise
     return out
 
 

@@ -170,7 +170,7 @@ def write_csv(
     writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _plain(value) for key, value in row.items()} for row in rows)
     atomic_write(path, text.getvalue())
 
 
@@ -203,7 +203,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "bayesfl": importlib.metadata.version("bayesfl"),
+        "bayesfl": _version(),
         "python": platform.python_version(),
         "platform": "-".join(
             part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part
@@ -220,11 +220,23 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("bayesfl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _cpu_model() -> str | None:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(named), platform.processor() or platform.machine() or None)
+    try:
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
 
 
 def _commit() -> str | None:
@@ -246,6 +258,16 @@ def _commit() -> str | None:
     # An installed copy may lie inside another project's repository, which does not track it.
     tracked = git("ls-files", "--error-unmatch", here.name) is not None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
+
+
+def _plain(value: Any) -> Any:
+    """Convert a tensor or array of one element to a Python number; return anything else
+    as it is.
+    """
+    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    return (
+        value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+    )
 
 
 def _jsonable(value: Any) -> Any:

@@ -26,8 +26,10 @@ Module = TypeVar("Module", bound=nn.Module)
 Value = TypeVar("Value")
 
 
-Mark: TypeAlias = tuple[str, bytes]
-"""What a part or a tensor of a module is, in words, and of a tensor some of its numbers."""
+Mark: TypeAlias = tuple[int, Tensor]
+"""What shows whether a tensor was changed: how often it was in place, as torch counts, not by way
+of its `data`; and some of its numbers, as bytes.
+"""
 
 
 class _Origin(NamedTuple):
@@ -36,12 +38,18 @@ class _Origin(NamedTuple):
     Args:
         module: The module, None once nobody else holds it.
         parameters: Its parameters, which may live longer.
-        marks: A mark for each of its parts, parameters and buffers.
+        marks: A mark for each of its parameters and buffers.
+        frozen: The names of its frozen parameters.
+        hooks: The numbers that torch gave to its hooks, by the name of the part.
+        parts: Its layers, with their options and the plain values that they hold.
     """
 
     module: "weakref.ref[nn.Module]"
     parameters: "list[weakref.ref[nn.Parameter]]"
     marks: dict[str, Mark]
+    frozen: set[str]
+    hooks: dict[str, tuple[int, ...]]
+    parts: dict[str, str]
 
 
 _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
@@ -263,6 +271,9 @@ def copied(module: nn.Module) -> nn.Module:
         weakref.ref(module),
         [weakref.ref(p) for p in module.parameters()],
         _marks(module),
+        _frozen(module),
+        _hooks(module),
+        _parts(module),
     )
     return made
 
@@ -286,20 +297,34 @@ def rescaled(module: nn.Module) -> set[str]:
 
 
 def refuse_changed(made: nn.Module) -> None:
-    """Check that a copy by `copied` is as it was then: its layers, its weights, and frozen
-    parameters, which share memory with the original's.
+    """Check that a copy by `copied` is as it was then: its layers, and its frozen parameters, which
+    share memory with the original's.
 
-    Changes are noticed if one of the `COMPARED` numbers of a tensor changes.
+    Changes by way of `p.data` are noticed if one of the `COMPARED` numbers of a tensor changes.
 
     Raises:
         ValueError: A layer was given other options, or replaced; or a frozen parameter was changed
             in place, as by `load_state_dict` or by training the original.
     """
-    if (origin := _ORIGINS.get(made)) and (changed := _apart(_marks(made), origin.marks)):
+    origin = _ORIGINS.get(made)
+    if origin is None:
+        return
+    if other := _apart(_parts(made), origin.parts):
         raise ValueError(
-            f"{changed[:3]} of the method's own copy of the model were changed after the method "
-            "was made, which shares the memory of frozen parameters; make the method anew, or "
-            "make it of a copy: copy.deepcopy(model)"
+            f"{other[:3]} of the method's own copy of the model were changed after the method was "
+            "made; change the model, and make the method anew"
+        )
+    shared = origin.frozen - rescaled(made)
+    if changed := [
+        name
+        for name, (version, sample) in _marks(made, shared).items()
+        for then, before in (origin.marks[name],)
+        if version != then or not torch.equal(sample, before)
+    ]:
+        raise ValueError(
+            f"frozen parameters {changed[:3]} were changed after the method was made, which shares "
+            "their memory, so that its results would change, too; make the method anew, or make "
+            "it of a copy: copy.deepcopy(model)"
         )
 
 
@@ -318,16 +343,26 @@ def check_original(made: nn.Module) -> None:
     if origin is None or module is None:
         return
     now = _marks(module)
-    told, then = (
-        {name: (of, b"") for name, (of, _) in each.items()} for each in (now, origin.marks)
-    )
-    if names := _apart(told, then):
-        raise ValueError(
-            f"{names[:3]} of the model {type(module).__name__} were frozen or unfrozen, replaced, "
-            "or given other options, values or other hooks after the method was made, which trains "
-            "a copy made before; make the method anew, or make it of a copy: copy.deepcopy(model)"
-        )
-    if changed := _apart(now, origin.marks):
+    what: dict[str, Any] = {
+        "frozen or unfrozen": sorted(
+            (_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()
+        ),
+        "replaced": sorted(now.keys() ^ origin.marks.keys()),
+        "replaced, or given other options or values,": _apart(_parts(module), origin.parts),
+        "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
+    }
+    for how, names in what.items():
+        if names:
+            raise ValueError(
+                f"{names[:3]} of the model {type(module).__name__} were {how} after the method was "
+                "made, which trains a copy made before; make the method anew, or make it of a "
+                "copy: copy.deepcopy(model)"
+            )
+    if changed := [
+        name
+        for name, mark in now.items()
+        if name not in origin.frozen and not torch.equal(mark[1], origin.marks[name][1])
+    ]:
         warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method "
             "was made, which begins with the old ones; make the method anew to begin with the "
@@ -335,29 +370,48 @@ def check_original(made: nn.Module) -> None:
         )
 
 
-def _apart(one: dict[str, Mark], other: dict[str, Mark]) -> list[str]:
-    """Return the names that differ, the innermost."""
-    names = sorted(name for name in {**other, **one} if one.get(name) != other.get(name))
+def _parts(module: nn.Module) -> dict[str, str]:
+    """Return every part's kind, options and plain values, by name; without what `copied` sets."""
+    values = held(module)
+    for of in values.values():
+        of.pop("use_nested_tensor", None)
+    return {name: f"{told} {json.dumps(values[name])}" for name, told in layers(module).items()}
+
+
+def _apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """Return the innermost parts that differ, a model itself by its class."""
+    names = [name for name in {**other, **one} if one.get(name) != other.get(name)]
     inner = [name for name in names if not any(of.startswith(f"{name}.") for of in names)]
     return [name or "the model itself" for name in inner]
 
 
-def _marks(module: nn.Module) -> dict[str, Mark]:
-    """Return a mark for each part, with its options, plain values and hooks, and for each tensor
-    that torch does not rescale.
+def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, Mark]:
+    """Return a mark for each of a module's parameters and buffers, or of those with the given
+    names.
     """
-    values, texts, written = held(module), layers(module), rescaled(module)
-    found: dict[str, Mark] = {}
-    for name, part in module.named_modules():
-        values[name].pop("use_nested_tensor", None)
-        hooks = [list(getattr(part, kind)) for kind in _HOOKS]
-        found[name] = f"{texts[name]} {json.dumps(values[name])} {hooks}", b""
-    for name, t in (*module.named_parameters(), *module.named_buffers()):
-        flat = t.detach().reshape(-1)[: 0 if name in written else None]
-        sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
-        numbers = sample.view(torch.uint8).numpy().tobytes() if len(sample) else b""
-        found[name] = f"gradients: {t.requires_grad}", numbers
-    return found
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: _mark(t.detach()) for name, t in tensors.items() if names is None or name in names
+    }
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+def _mark(tensor: Tensor) -> Mark:
+    flat = tensor.reshape(-1)
+    sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
+    return (
+        0 if tensor.is_inference() else tensor._version,
+        sample.view(torch.uint8) if len(sample) else sample,
+    )
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of a module's hooks by the name of its part."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        name: tuple(key for kind in kinds for key in getattr(part, kind))
+        for name, part in module.named_modules()
+    }

@@ -98,6 +98,13 @@ class Study:
     ) -> None:
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
+        for name, given in {**methods, "model": model, "data": data}.items():
+            if isinstance(given, nn.Module) or not callable(given):
+                raise ValueError(
+                    f"{name} must be a function that makes it for each cell, as "
+                    "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
+                    f"data, got a {type(given).__name__}"
+                )
         # Copies, as callbacks that another run uses change.
         settings = {"rounds": rounds, **anew(settings)}
         refuse_unknown(simulate, settings)  # now, and not in every cell

@@ -13,6 +13,7 @@ import torch
 from bayesfl.base.options import number, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
+from bayesfl.base.warning import warn
 from bayesfl.data.assembly import check_shares, take_share
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import ordered, places_of
@@ -20,7 +21,7 @@ from bayesfl.data.own.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.columns import Columns, learnt, statistics_of, warn_of_rows
-from bayesfl.data.tables.frame_warnings import of_columns, warn_of_columns
+from bayesfl.data.tables.frame_warnings import few, of_columns, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order, tidied
 
@@ -93,7 +94,7 @@ def from_frame(
 
     Warns:
         UserWarning: Columns are probably no measurements, or have levels that differ by case alone,
-            all in one warning.
+            all in one warning; or a client has no rows in a split.
 
     Example:
         >>> import pandas as pd
@@ -313,6 +314,10 @@ def _split(
                 index=data.train.index[torch.from_numpy(mine)],
                 counts=np.bincount(owner[mine], minlength=data.clients),
             )
+    for name in [name for name, share in shares.items() if share]:
+        counts = splits[name].counts if name in splits else np.zeros(data.clients)
+        if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
+            warn(f"clients {few(empty)} have no {name} rows: measures leave them out")
     return replace(data, splits=splits)
 
 

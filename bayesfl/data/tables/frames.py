@@ -1,7 +1,6 @@
 """Data frames among your own arrays: their columns have names, and become numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -60,17 +59,23 @@ def _check_alike(first: tuple[str, list[Any]], *others: tuple[str, list[Any]]) -
     """Check that frames have the columns of the first one, given the name and the columns
     of each.
     """
-    name, known = first
     for part, columns in others:
-        # The columns 0 to n - 1 of one of them are numbers, no names.
-        numbered = {*columns} != {*known} and list(range(len(columns))) in (columns, known)
-        if columns != known and not numbered:
-            apart = [pair for pair in zip_longest(columns, known) if pair[0] != pair[1]][:10]
-            raise ValueError(
-                f"{part} has the columns {[one for one, _ in apart]} where {name} has "
-                f"{[one for _, one in apart]}: columns are taken by their places, so select the "
-                "same in one order, as test[train.columns] does"
+        first_name, known = first
+        lacks, more = [c for c in known if c not in columns], [c for c in columns if c not in known]
+        if columns == known or ((lacks or more) and list(range(len(columns))) in (columns, known)):
+            continue  # the columns 0 to n - 1 of one of them are numbers, no names
+        if lacks or more:
+            what = f"lacks columns {lacks[:10]} of {first_name} and has {more[:10]} besides"
+        else:
+            apart = [(a, b) for a, b in zip(columns, known, strict=False) if a != b][:10]
+            what = (
+                f"has the columns of {first_name} in another order, {[a for a, _ in apart]} where "
+                f"that has {[b for _, b in apart]}"
             )
+        raise ValueError(
+            f"{part} {what}: columns are taken by their places, so select the same in one order, "
+            "as test[train.columns] does"
+        )
 
 
 def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled: bool) -> None:

@@ -631,14 +631,15 @@ def test_a_constant_is_0(frame: pd.DataFrame):
     assert not columns.apply(frame.assign(age=60.0))[:, columns.names.index("age")].any()
 
 
-def test_a_client_of_one_group_may_have_no_test_rows():
-    """A client without training rows is refused."""
+def test_clients_without_rows_in_a_split_are_named():
+    """As where all of one's rows are one group; a client without training rows is refused."""
     frame = (
         hospitals()
         .drop(columns="patient")
         .assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
     )
-    data, _ = from_frame(frame, **ROLES, group="patient", seed=1)
+    with pytest.warns(UserWarning, match=r"clients \['Genf'\] have no test rows"):
+        data, _ = from_frame(frame, **ROLES, group="patient", seed=1)
     assert data.test.counts[-1] == 0
     with pytest.raises(
         ValueError,

@@ -31,7 +31,7 @@ def test_only_names_are_compared():
     check_columns("x", [named, plain], [[]], pooled=False)
     for train, test, pooled, match in (
         (plain, plain[[1, 0]], True, r"^test x .*\[1, 0\] .*\[0, 1\]"),
-        (named, named[["a"]], True, r"^test x has the columns \[None\] where x has \['b'\]"),
+        (named, named[["a"]], True, r"^test x lacks columns \['b'\] of x and has \[\]"),
         ([[1.0], named, named[["b", "a"]]], None, False, r"^x of client 2 .* x of client 1 "),
     ):
         with pytest.raises(ValueError, match=match):
