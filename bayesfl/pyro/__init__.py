@@ -51,7 +51,11 @@ def densities(
     """
     sites, first = {}, None
     for name in sorted(rows):
-        ours, local = Program.of(model, name, rows[name]).local(shared)
+        try:
+            ours, local = Program.of(model, name, rows[name]).local(shared)
+        except Exception as error:  # whatever the model raises
+            error.add_note(f"raised by the model at site {name!r}")
+            raise
         first = first or (name, ours)
         if ours != first[1]:
             told = next((a, b) for a, b in zip(first[1], ours, strict=True) if a != b)

@@ -115,6 +115,13 @@ class Program:
         with torch.random.fork_rng(devices=[]):
             return _observed(self.nodes({}))
 
+    @property
+    def outcomes(self) -> Tensors:
+        """Return what is observed, by statement."""
+        with torch.random.fork_rng(devices=[]):
+            found = self.nodes({})
+        return {name: found[name]["value"].detach() for name in self.observed}
+
     def predicted(self, values: Tensors, seed: int, *given: Any, **options: Any) -> Tensors:
         """Return draws of what the model samples beside values [S, ...], by name, [S, ...]: called
         with what is given, or with the site's rows, whose outcomes are drawn anew.
@@ -157,13 +164,18 @@ class Program:
                 )
         for name in shared:
             if name not in latent:
-                near = nearest(name, list(latent), 1) or list(latent)
-                raise self._error(
-                    f"shared= names {name!r}, which is no parameter; it has {', '.join(near)}"
-                )
+                near = nearest(name, list(latent), 1)
+                told = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(latent)}"
+                raise self._error(f"shared= names {name!r}, which is no parameter; {told}")
         observed = _observed(first)
         if not observed:
             raise self._error("nothing is observed: give obs= to the statement of the outcome")
+        for name in observed:
+            if not first[name]["fn"].support.check(first[name]["value"]).all():
+                raise self._error(
+                    f"{name!r} has observed values that its distribution, "
+                    f"{first[name]['fn']}, cannot have"
+                )
         rows = {frame.name for name in observed for frame in first[name]["cond_indep_stack"]}
         for name in shared:
             if inside := [f.name for f in first[name]["cond_indep_stack"] if f.name in rows]:
@@ -244,8 +256,8 @@ class Program:
     def _parameter(self, name: str, node: Any) -> Parameter:
         if node["fn"].support.is_discrete:
             raise self._error(
-                f"{name!r} is discrete, and cannot be moved along a slope: sum it out, as by "
-                "pyro.distributions.MixtureSameFamily"
+                f"{name!r} is discrete, and cannot be moved along a slope: give its values by obs= "
+                "if it is an outcome, else sum it out, as by pyro.distributions.MixtureSameFamily"
             )
         try:
             return Parameter.of(name, node["fn"].support, node["value"].shape)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions
 import pytest
@@ -166,9 +167,26 @@ def test_a_site_without_rows_adds_nothing():
     empty = bf.pyro.fit(model, ROWS | {"c": (Y[:0],)}, shared=["mu"])
     wanted = bf.pyro.fit(model, ROWS, shared=["mu"]).table()
     assert torch.allclose(torch.tensor(empty.table().to_numpy()), torch.tensor(wanted.to_numpy()))
-    for wrong in (float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="site 'c' has no log density"):
-            bf.pyro.fit(normal, ROWS | {"c": (Y * wrong,)}, shared=["mu"])
+    with pytest.raises(ValueError, match="site 'c' has no log density"):
+        bf.pyro.fit(normal, ROWS | {"c": (Y * float("inf"),)}, shared=["mu"])
+    with pytest.raises(ValueError, match=r"site 'c': 'y' has observed values .* cannot have"):
+        bf.pyro.fit(normal, ROWS | {"c": (Y * float("nan"),)}, shared=["mu"])
+
+
+def test_outcomes_outside_of_their_support_are_refused():
+    """A two among ones and zeros; and what a model raises names the site."""
+
+    def binary(y: Tensor) -> None:
+        p = pyro.sample("p", dist.Beta(1.0, 1.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+    rows = {"a": torch.tensor([0.0, 1, 1, 0]), "b": torch.tensor([0.0, 2, 1, 0])}
+    with pytest.raises(ValueError, match=r"site 'b': 'y' has observed values .* cannot have"):
+        bf.pyro.fit(binary, rows, shared=["p"])
+    with pytest.raises(ValueError, match="broadcast") as raised:
+        bf.pyro.fit(binary, {"a": rows["a"], "b": torch.zeros(3)}, shared=["p"])
+    assert raised.value.__notes__ == ["raised by the model at site 'b'"]
 
 
 def test_predictions_and_likelihoods():
@@ -183,7 +201,10 @@ def test_predictions_and_likelihoods():
     data = fit.to_arviz()
     assert data.log_likelihood["y (a)"].shape == (1, 4000, 4)
     assert data.posterior_predictive["y (a)"].shape == (1, 500, 4)
-    assert "a: 4 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)
+    assert np.array_equal(data.observed_data["y (b)"], Y + 1)
+    told = fit.compare(fit)
+    assert "a: 4 rows left out in turn, A - B 0.00 nats" in told
+    assert "all of these: 8 rows left out in turn" in told
 
 
 class Bayesian(PyroModule):

@@ -167,7 +167,12 @@ def densities(
             if derivatives == "differences":
                 ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
             with Unasked():
-                return log_density(ours, values, of.having(rows)) + log_jacobian
+                found = log_density(ours, values, of.having(rows))
+            if np.ndim(found):
+                raise ValueError(
+                    f"log_density must return one number, as a sum over rows, not {found.shape}"
+                )
+            return found + log_jacobian
 
         q, d = (sum(part.size for part in of) for of in (parameters, own))
         begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)

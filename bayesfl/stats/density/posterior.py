@@ -171,13 +171,18 @@ class Posterior(Refits):
             f"B: {other.model}",
             f"log Bayes factor of A over B {self.evidence - other.evidence:.4f} nats",
         ]
-        for site in (name for name in self.here if name in other.here):
-            if self.here[site].program is None or other.here[site].program is None:
-                continue
-            a, b = (fit._left_out(site) for fit in (self, other))
-            error = math.sqrt(len(a) * np.var(a - b))
+        both = [
+            name
+            for name in self.here
+            if name in other.here and self.here[name].program and other.here[name].program
+        ]
+        apart = {site: self._left_out(site) - other._left_out(site) for site in both}
+        if len(both) > 1:
+            apart["all of these"] = np.concatenate([*apart.values()])
+        for site, each in apart.items():
+            error = math.sqrt(len(each) * np.var(each))
             lines.append(
-                f"{site}: {len(a)} rows left out in turn, A - B {(a - b).sum():.2f} nats "
+                f"{site}: {len(each)} rows left out in turn, A - B {each.sum():.2f} nats "
                 f"(standard error {error:.2f})"
             )
         return "\n".join(lines)
@@ -198,8 +203,9 @@ class Posterior(Refits):
 
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: shared parameters, those of each site on this
-        machine along `site`, or by name where they have different shapes, and, of a Pyro model,
-        each site's log likelihoods and predictions.
+        machine along `site`, or as `name (site)` where they have different shapes, and, of a Pyro
+        model, each site's outcomes, log likelihoods and predictions. The draws are chosen among the
+        weighted ones, so that ArviZ's effective number is not theirs, which is `effective`.
         """
         import arviz
 
@@ -217,6 +223,8 @@ class Posterior(Refits):
             if local.program is not None:
                 for name, t in self.pointwise(site).items():
                     more.setdefault("log_likelihood", {})[f"{name} ({site})"] = t[None].numpy()
+                for name, t in local.program.outcomes.items():
+                    more.setdefault("observed_data", {})[f"{name} ({site})"] = t.numpy()
                 for name, t in self.predict(site).items():
                     more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[
                         None

@@ -123,6 +123,16 @@ def test_a_function_of_numpy():
     assert apart.abs().max() < 0.05
 
 
+def test_a_density_is_one_number():
+    """Not one for each row."""
+
+    def density(shared: Any, own: Any, rows: Tensor) -> Tensor:
+        return Normal(shared["mu"], 1.0).log_prob(rows)
+
+    with pytest.raises(ValueError, match="log_density must return one number, as a sum over rows"):
+        bf.stats.posterior(density, {"a": torch.ones(3)}, shared={"mu": constraints.real})
+
+
 def test_ragged_own_parameters():
     """A shape that depends on rows; blocks are found by themselves."""
 
