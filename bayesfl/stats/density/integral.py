@@ -75,8 +75,8 @@ class Parts:
     @classmethod
     def of(cls, density: Density, phi: Tensor, z: Tensor, groups: Tensor) -> "Parts":
         """Return parts by the group of each parameter [d], -1 of what groups have in common; all as
-        one where the Hessian at phi [q] and z [d] says that groups depend on each other, or they
-        are of different sizes.
+        one where the Hessian at phi [q] and z [d], or beside them, says that groups depend on each
+        other, or they are of different sizes.
         """
         sizes = groups[groups >= 0].bincount()
         if len(sizes) < 2 or (sizes != sizes[0]).any():
@@ -84,20 +84,20 @@ class Parts:
         order = groups.argsort(stable=True)
         common = (groups < 0).sum()
         found = cls(order[:common], order[common:].reshape(len(sizes), -1))
-
-        def slope(z: Tensor) -> Tensor:
-            return grad(density, argnums=1)(phi, z)
-
-        pull: Any = vjp(slope, z)[1]  # H is symmetric
-        images = -vmap(lambda one: pull(one)[0])(found.directions)
-        corner, cross, inner = found.blocks(images)
         some = torch.linspace(-1, 1, len(z), dtype=z.dtype).exp()  # which no symmetry hides
-        own, parts = found.split(some)
-        top = corner @ own + (cross.mT @ parts[..., None]).sum(0)[:, 0]
-        below = (cross @ own) + (inner @ parts[..., None])[..., 0]
-        wanted = -pull(some)[0]
-        apart = found.joined(top, below) - wanted
-        return found if apart.abs().max() <= 1e-8 * wanted.abs().max() else cls.whole(len(z))
+        beside = phi + 0.3 * torch.linspace(-1, 1, len(phi) + 1, dtype=phi.dtype)[1:].exp()
+        for at, own in ((phi, z), (beside, z + 0.1 * some)):  # a correlation may be 0 at phi
+            pull: Any = vjp(lambda z, at=at: grad(density, argnums=1)(at, z), own)[1]
+            images = -vmap(lambda one, pull=pull: pull(one)[0])(found.directions)
+            corner, cross, inner = found.blocks(images)
+            shared, parts = found.split(some)
+            top = corner @ shared + (cross.mT @ parts[..., None]).sum(0)[:, 0]
+            below = (cross @ shared) + (inner @ parts[..., None])[..., 0]
+            wanted = -pull(some)[0]  # H is symmetric
+            apart = found.joined(top, below) - wanted
+            if not apart.abs().max() <= 1e-8 * wanted.abs().max():
+                return cls.whole(len(z))
+        return found
 
     @property
     def directions(self) -> Tensor:

@@ -148,6 +148,13 @@ def test_parts_are_found_and_refused():
         return normal(phi, z) - z.sum().square()
 
     assert Parts.of(coupled, phi, z, torch.arange(GROUPS)).parts.shape == (1, GROUPS)
+
+    def in_a_row(phi: Tensor, z: Tensor) -> Tensor:
+        """Groups depend on each other by a correlation, which is 0 at 0."""
+        return Normal(phi[0].tanh() * z[:-1], 1.0).log_prob(z[1:]).sum() + normal(phi, z)
+
+    zeros = torch.zeros_like(phi)
+    assert Parts.of(in_a_row, zeros, z, torch.arange(GROUPS)).parts.shape == (1, GROUPS)
     groups = torch.tensor([0, 1, -1, 2, 3, 4, 5])
     found = Parts.of(nested, phi, torch.zeros(1 + GROUPS).double(), groups)
     assert torch.equal(found.common, SITE.common)
