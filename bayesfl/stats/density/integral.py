@@ -6,10 +6,10 @@ approximation around the mode z^ of f,
 
     log m(phi) = f(phi, z^) - log |H| / 2 + d log(2 pi) / 2,      H = -Hessian of f by z at z^,
 
-or by Gauss-Hermite quadrature around the same mode where parts of one or two parameters depend on
-no others. A part is a patient of a hospital, for example: given what patients have in common, none
-depends on another. H is then an arrow matrix, whose blocks need as many directions as a part has
-parameters, whatever the number of parts.
+or by Gauss-Hermite quadrature around the same mode where parts of one to three parameters depend on
+no others, given one or two that they have in common. A part is a patient of a hospital, for
+example: given what patients have in common, none depends on another. H is then an arrow matrix,
+whose blocks need as many directions as a part has parameters, whatever the number of parts.
 """
 
 import math
@@ -27,8 +27,12 @@ from torch.utils._pytree import tree_map
 
 Density: TypeAlias = Callable[..., Tensor]
 """A site's log density by phi [q], z [d] and the tensors of its rows, in nats."""
-NODES = {1: 15, 2: 9}
-"""Nodes of the quadrature, by the number of a part's parameters; for each of them."""
+NODES, FEWER = {1: 15, 2: 9, 3: 5}, {1: 9, 2: 5}
+"""Nodes of the quadrature for each of a part's parameters, by their number; where parts have
+something in common, for each of either.
+"""
+Rule: TypeAlias = tuple[Tensor, Tensor]
+"""Nodes [K, r], and the logarithms of their weights [K], times exp of the nodes' squares."""
 NUMBERS = 2**22
 """So many numbers are looked at at once, of rows or of own parameters."""
 STEPS, HALVINGS = 100, 30
@@ -202,6 +206,15 @@ def _spread(precision: Tensor, noise: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
 
 
+def _rule(count: int, size: int) -> Rule:
+    """Return Gauss-Hermite's rule with so many nodes in each of some dimensions."""
+    roots, masses = (torch.from_numpy(t) for t in np.polynomial.hermite.hermgauss(count))
+    places = torch.cartesian_prod(torch.arange(1), *[torch.arange(count)] * size)
+    places = places.reshape(-1, 1 + size)[:, 1:]
+    nodes = roots[places]
+    return nodes, masses.log()[places].sum(1) + nodes.square().sum(1)
+
+
 @dataclass(frozen=True)
 class Integral:
     """The integrals of J sites over their own parameters, which are alike: one density of different
@@ -356,30 +369,42 @@ class Integral:
         return self.parts.parts
 
     def log_marginals(self, phi: Tensor) -> Tensor:
-        """Return log m [J, N] at phi [N, q], by quadrature where that is possible."""
-        r = self.units.shape[1]
+        """Return log m [J, N] at phi [N, q]: by quadrature where there are few parameters in common
+        and in a part, unless Laplace's is exact, as of normal rows.
+        """
+        s, r = len(self.parts.common), self.parts.parts.shape[1]
+        count = NODES if s == 0 else FEWER
         with torch.no_grad():
-            if r not in NODES:
+            if (s and s not in count) or r not in count:
                 return self.laplace(phi, self.modes(phi))
-            roots, masses = (torch.from_numpy(t) for t in np.polynomial.hermite.hermgauss(NODES[r]))
-            nodes = torch.cartesian_prod(*[roots] * r).reshape(-1, r)
-            logs = torch.cartesian_prod(*[masses.log()] * r).reshape(-1, r).sum(1)
-            logs = logs + nodes.square().sum(1)
-            found = [self._by_nodes(one, nodes, logs) for one in self.split(phi, len(nodes))]
-            return torch.cat(found, 1)
+            rules = _rule(count.get(s, 1), s), _rule(count[r], r)
+            ends = phi[[0, -1]]
+            exact = self.laplace(ends, self.modes(ends))
+            if torch.allclose(self._by_nodes(ends, *rules), exact, rtol=0, atol=1e-7):
+                return self.laplace(phi, self.modes(phi))
+            size = len(rules[0][0]) * len(rules[1][0])
+            return torch.cat([self._by_nodes(one, *rules) for one in self.split(phi, size)], 1)
 
     def split(self, phi: Tensor, count: int) -> tuple[Tensor, ...]:
         """Return phi [N, q] in parts of which `count` values each are looked at at once."""
         return phi.split(max(1, NUMBERS // (count * len(self.begin) * max(self.size, self.width))))
 
-    def _by_nodes(self, phi: Tensor, nodes: Tensor, logs: Tensor) -> Tensor:
-        """Return log m [J, N] by nodes [K, r] and the logarithms of their weights [K]."""
+    def _by_nodes(self, phi: Tensor, outer: Rule, inner: Rule) -> Tensor:
+        """Return log m [J, N] by nodes of what parts have in common, and at each of these by nodes
+        of each part, which then depends on no other.
+        """
         z = self.modes(phi)
-        noise = torch.zeros(len(nodes), self.size, dtype=torch.float64)
-        noise[:, self.units] = math.sqrt(2) * nodes[:, None]
-        to, volume = self.around(phi, z, noise.expand(*z.shape[:2], *noise.shape))
-        found = (self.relative(phi, z, to) + logs[:, None]).logsumexp(2).sum(-1)
-        return self.values(phi, z) + found - volume / 2 + self.size * math.log(2) / 2
+        curved = self.curvature(phi, z)[1]
+        spots, steps = (torch.zeros(len(one[0]), self.size).double() for one in (outer, inner))
+        spots[:, self.parts.common] = math.sqrt(2) * outer[0]
+        steps[:, self.parts.parts] = math.sqrt(2) * inner[0][:, None]
+        at = z.unsqueeze(2) + curved.spread(spots.expand(*z.shape[:2], -1, -1))
+        to = at.unsqueeze(3) + curved.spread(steps.expand(*z.shape[:2], -1, -1)).unsqueeze(2)
+        many, at, to = phi.repeat_interleave(len(spots), 0), at.flatten(1, 2), to.flatten(1, 2)
+        shares = self.relative(many, at, to, self.parts.parts) + inner[1][:, None]
+        found = (self.values(many, at) + shares.logsumexp(2).sum(-1)).unflatten(1, (len(phi), -1))
+        whole = (found + outer[1]).logsumexp(2)
+        return whole - curved.log_volume / 2 + self.size * math.log(2) / 2
 
     def around(self, phi: Tensor, z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return what noise [J, N, M, d] makes draws of the normal approximation, and the log
@@ -388,7 +413,7 @@ class Integral:
         _, curved = self.curvature(phi, z)
         return z.unsqueeze(2) + curved.spread(noise), curved.log_volume
 
-    def relative(self, phi: Tensor, z: Tensor, to: Tensor) -> Tensor:
+    def relative(self, phi: Tensor, z: Tensor, to: Tensor, units: Tensor) -> Tensor:
         """Return how much larger the share of f of each unit is at other values than at z,
         [J, N, M, U].
 
@@ -399,8 +424,8 @@ class Integral:
             phi: Shared parameters, [N, q].
             z: Own ones, [J, N, d].
             to: Others, [J, N, M, d].
+            units: Places of parameters that depend on no others, [U, r]; others are as in z.
         """
-        units = self.units
         if len(units) == 1:
             count = to.shape[2]
             at = self.values(phi.repeat_interleave(count, 0), to.flatten(1, 2))

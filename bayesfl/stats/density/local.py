@@ -201,7 +201,7 @@ class Batch:
         with torch.no_grad():
             z = self.integral.modes(phi)
             to, _ = self.integral.around(phi, z, noise)
-            logs = self.integral.relative(phi, z, to)
+            logs = self.integral.relative(phi, z, to, self.integral.units)
             return to, logs + noise[..., self.integral.units].square().sum(-1) / 2
 
     def k_hats(self, phi: Tensor, seed: int) -> list[float]:
