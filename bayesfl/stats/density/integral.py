@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 Density: TypeAlias = Callable[..., Tensor]
 """A site's log density by phi [q], z [d] and the tensors of its rows, in nats."""
-NODES, FEWER = {1: 15, 2: 9, 3: 5}, {1: 9, 2: 5}
+NODES, FEWER = {1: 31, 2: 9, 3: 5}, {1: 9, 2: 5}
 """Nodes of the quadrature for each of a part's parameters, by their number; where parts have
 something in common, for each of either.
 """
