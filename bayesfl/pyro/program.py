@@ -109,18 +109,17 @@ class Program:
 
         return vmap(one)(values)
 
-    @cached_property
+    @property
     def observed(self) -> list[str]:
         """Return the names of statements that are observed."""
-        with torch.random.fork_rng(devices=[]):
-            return _observed(self.nodes({}))
+        return list(self.outcomes)
 
-    @property
+    @cached_property
     def outcomes(self) -> Tensors:
         """Return what is observed, by statement."""
         with torch.random.fork_rng(devices=[]):
             found = self.nodes({})
-        return {name: found[name]["value"].detach() for name in self.observed}
+        return {name: found[name]["value"].detach() for name in _observed(found)}
 
     def predicted(self, values: Tensors, seed: int, *given: Any, **options: Any) -> Tensors:
         """Return draws of what the model samples beside values [S, ...], by name, [S, ...]: called
