@@ -192,7 +192,8 @@ def weighted(
         mass = torch.from_numpy(weights)
         centre = mass @ phi
         around = (phi - centre).T @ (mass[:, None] * (phi - centre))
-        around += 1e-12 * float(around.diagonal().max()) * torch.eye(len(centre))
+        # few draws may have all the weight, and then no covariance of their own
+        around += 1e-6 * phi.var(0).diag()
         proposal = moved(proposal, centre, around)
     raise ValueError(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "

@@ -6,10 +6,17 @@ approximation around the mode z^ of f,
 
     log m(phi) = f(phi, z^) - log |H| / 2 + d log(2 pi) / 2,      H = -Hessian of f by z at z^,
 
-or by Gauss-Hermite quadrature around the same mode where parts of one to three parameters depend on
-no others, given one or two that they have in common. A part is a patient of a hospital, for
+or, unless this is exact, as for normal rows, by nodes around the same mode: at each of those of the
+parameters that parts have in common, by those of each part. A part is a patient of a hospital, for
 example: given what patients have in common, none depends on another. H is then an arrow matrix,
 whose blocks need as many directions as a part has parameters, whatever the number of parts.
+
+Nodes of one parameter are the trapezoid rule's after z = c sinh(u), which reaches far, so that it
+holds for long tails, too; those of a few are Gauss and Hermite's; those of more are draws of a
+Student t, whose weights are those of importance sampling.
+
+Source: Takahasi, Mori, "Double exponential formulas for numerical integration", Publications of the
+RIMS 9, 1974, for the change of variable.
 """
 
 import math
@@ -20,19 +27,29 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 from torch.func import grad, jacrev, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.random import Purpose, generator
+from bayesfl.posteriors.importance import WIDER, student
+
 Density: TypeAlias = Callable[..., Tensor]
 """A site's log density by phi [q], z [d] and the tensors of its rows, in nats."""
-NODES, FEWER = {1: 31, 2: 9, 3: 5}, {1: 9, 2: 5}
-"""Nodes of the quadrature for each of a part's parameters, by their number; where parts have
+FAR = torch.linspace(-5, 5, 41, dtype=torch.float64)
+"""Nodes u of the trapezoid rule, where sinh(u) is 74 standard deviations at the ends."""
+WIDE = 1.5
+"""The factor c of sinh(u)."""
+NODES, FEWER = {2: 9, 3: 5}, {1: 9, 2: 5}
+"""Nodes of Gauss and Hermite for each of a part's parameters, by their number; where parts have
 something in common, for each of either.
 """
+DRAWS = 256
+"""Number of draws of more parameters; a quarter where parts have something in common."""
 Rule: TypeAlias = tuple[Tensor, Tensor]
-"""Nodes [K, r], and the logarithms of their weights [K], times exp of the nodes' squares."""
+"""Nodes [K, r], in standard deviations, and the logarithms of their weights [K]."""
 NUMBERS = 2**22
 """So many numbers are looked at at once, of rows or of own parameters."""
 STEPS, HALVINGS = 100, 30
@@ -206,13 +223,30 @@ def _spread(precision: Tensor, noise: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
 
 
-def _rule(count: int, size: int) -> Rule:
-    """Return Gauss-Hermite's rule with so many nodes in each of some dimensions."""
-    roots, masses = (torch.from_numpy(t) for t in np.polynomial.hermite.hermgauss(count))
-    places = torch.cartesian_prod(torch.arange(1), *[torch.arange(count)] * size)
+def _rule(size: int, nested: bool) -> Rule:
+    """Return the nodes of a part's parameters, or of what parts have in common.
+
+    Args:
+        size: The number of parameters.
+        nested: Whether parts have something in common.
+    """
+    counts = FEWER if nested else NODES
+    if size == 1 and not nested:
+        step = WIDE * float(FAR[1] - FAR[0])
+        return WIDE * FAR.sinh()[:, None], FAR.cosh().log() + math.log(step)
+    if size and size not in counts:
+        count = DRAWS // 4 if nested else DRAWS
+        points = stats.qmc.Halton(size + 1, rng=0).random(count)
+        standard, logs = student(points[:, 1:], points[:, 0], torch.eye(size).double() * WIDER)
+        return WIDER * standard, -logs - math.log(count)
+    roots, masses = (
+        torch.from_numpy(t) for t in np.polynomial.hermite.hermgauss(counts.get(size, 1))
+    )
+    places = torch.cartesian_prod(torch.arange(1), *[torch.arange(len(roots))] * size)
     places = places.reshape(-1, 1 + size)[:, 1:]
-    nodes = roots[places]
-    return nodes, masses.log()[places].sum(1) + nodes.square().sum(1)
+    nodes = math.sqrt(2) * roots[places]
+    logs = masses.log()[places].sum(1) + nodes.square().sum(1) / 2
+    return nodes, logs + size * math.log(2) / 2
 
 
 @dataclass(frozen=True)
@@ -301,6 +335,15 @@ class Integral:
                     break
         return z
 
+    def has_modes(self, phi: Tensor) -> Tensor:
+        """Return whether `modes` finds maxima, [J] at phi [1, q]."""
+        if not self.size:
+            return torch.ones(len(self.begin), dtype=torch.bool)
+        with torch.no_grad():
+            slope, curved = self.curvature(phi, self.modes(phi))
+            left = (slope * curved.solved(slope)).sum(-1).abs()
+            return (curved.log_volume.isfinite() & (left < 1e-6))[:, 0]
+
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return f [J, N] at phi [N, q] and z [J, N, d]; minus infinity where it is not a
         number.
@@ -369,21 +412,29 @@ class Integral:
         return self.parts.parts
 
     def log_marginals(self, phi: Tensor) -> Tensor:
-        """Return log m [J, N] at phi [N, q]: by quadrature where there are few parameters in common
-        and in a part, unless Laplace's is exact, as of normal rows.
-        """
+        """Return log m [J, N] at phi [N, q], by nodes unless Laplace's is exact."""
         s, r = len(self.parts.common), self.parts.parts.shape[1]
-        count = NODES if s == 0 else FEWER
         with torch.no_grad():
-            if (s and s not in count) or r not in count:
+            if not self.size or self._is_normal(phi[[0, -1]]):
                 return self.laplace(phi, self.modes(phi))
-            rules = _rule(count.get(s, 1), s), _rule(count[r], r)
-            ends = phi[[0, -1]]
-            exact = self.laplace(ends, self.modes(ends))
-            if torch.allclose(self._by_nodes(ends, *rules), exact, rtol=0, atol=1e-7):
-                return self.laplace(phi, self.modes(phi))
+            rules = _rule(s, s > 0), _rule(r, s > 0)
             size = len(rules[0][0]) * len(rules[1][0])
             return torch.cat([self._by_nodes(one, *rules) for one in self.split(phi, size)], 1)
+
+    def _is_normal(self, phi: Tensor) -> bool:
+        """Say whether the own parameters are normal given phi [N, q], by some draws of these."""
+        z = self.modes(phi)
+        noise = torch.from_numpy(generator(0, Purpose.POSTERIOR).standard_normal((9, self.size)))
+        logs = self.weights(phi, z, noise.expand(*z.shape[:2], -1, -1))[1]
+        return bool((logs.abs() < 1e-8).all())
+
+    def weights(self, phi: Tensor, z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return draws of the normal approximation at phi [N, q] and its modes z [J, N, d] by
+        noise [J, N, M, d], and the logarithms of their weights beside z's by unit, [J, N, M, U].
+        """
+        to = z.unsqueeze(2) + self.curvature(phi, z)[1].spread(noise)
+        logs = self.relative(phi, z, to, self.units)
+        return to, logs + noise[..., self.units].square().sum(-1) / 2
 
     def split(self, phi: Tensor, count: int) -> tuple[Tensor, ...]:
         """Return phi [N, q] in parts of which `count` values each are looked at at once."""
@@ -396,22 +447,14 @@ class Integral:
         z = self.modes(phi)
         curved = self.curvature(phi, z)[1]
         spots, steps = (torch.zeros(len(one[0]), self.size).double() for one in (outer, inner))
-        spots[:, self.parts.common] = math.sqrt(2) * outer[0]
-        steps[:, self.parts.parts] = math.sqrt(2) * inner[0][:, None]
+        spots[:, self.parts.common] = outer[0]
+        steps[:, self.parts.parts] = inner[0][:, None]
         at = z.unsqueeze(2) + curved.spread(spots.expand(*z.shape[:2], -1, -1))
         to = at.unsqueeze(3) + curved.spread(steps.expand(*z.shape[:2], -1, -1)).unsqueeze(2)
         many, at, to = phi.repeat_interleave(len(spots), 0), at.flatten(1, 2), to.flatten(1, 2)
         shares = self.relative(many, at, to, self.parts.parts) + inner[1][:, None]
         found = (self.values(many, at) + shares.logsumexp(2).sum(-1)).unflatten(1, (len(phi), -1))
-        whole = (found + outer[1]).logsumexp(2)
-        return whole - curved.log_volume / 2 + self.size * math.log(2) / 2
-
-    def around(self, phi: Tensor, z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what noise [J, N, M, d] makes draws of the normal approximation, and the log
-        determinant of H [J, N], at phi [N, q] and the modes z [J, N, d].
-        """
-        _, curved = self.curvature(phi, z)
-        return z.unsqueeze(2) + curved.spread(noise), curved.log_volume
+        return (found + outer[1]).logsumexp(2) - curved.log_volume / 2
 
     def relative(self, phi: Tensor, z: Tensor, to: Tensor, units: Tensor) -> Tensor:
         """Return how much larger the share of f of each unit is at other values than at z,

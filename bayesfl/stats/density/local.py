@@ -185,7 +185,9 @@ class Batch:
         for some in self.integral.split(phi, CANDIDATES):
             size = len(some), CANDIDATES
             noise = np.stack([rng.standard_normal((*size, d)) for rng in noisy])
-            to, logs = self._weighed(some, torch.from_numpy(noise))
+            with torch.no_grad():
+                z = self.integral.modes(some)
+                to, logs = self.integral.weights(some, z, torch.from_numpy(noise))
             gumbel = np.stack([rng.gumbel(size=(*size, len(units))) for rng in choosing])
             best = (logs + torch.from_numpy(gumbel)).argmax(2)
             chosen = torch.zeros(len(places), len(some), d, dtype=torch.float64)
@@ -193,16 +195,6 @@ class Batch:
             chosen[..., units] = to[..., units].gather(2, at)[:, :, 0]
             found.append(chosen)
         return [vmap(lambda z: constrained(self.own, z)[0])(z) for z in torch.cat(found, 1)]
-
-    def _weighed(self, phi: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return draws of the normal approximation at each phi [N, q] by noise [J, N, M, d], and
-        the logarithms of their weights by unit, [J, N, M, U].
-        """
-        with torch.no_grad():
-            z = self.integral.modes(phi)
-            to, _ = self.integral.around(phi, z, noise)
-            logs = self.integral.relative(phi, z, to, self.integral.units)
-            return to, logs + noise[..., self.integral.units].square().sum(-1) / 2
 
     def k_hats(self, phi: Tensor, seed: int) -> list[float]:
         """Return each site's largest Pareto's k-hat of the weights of draws of the normal
@@ -214,7 +206,10 @@ class Batch:
         noise = generator(seed, Purpose.POSTERIOR).standard_normal((LOOKED_AT, begin.shape[1]))
         of_all = torch.from_numpy(noise).expand(len(begin), 1, -1, -1)
         found = []
-        for logs in self._weighed(phi[None], of_all)[1][:, 0]:
+        with torch.no_grad():
+            z = self.integral.modes(phi[None])
+            weighed = self.integral.weights(phi[None], z, of_all)[1][:, 0]
+        for logs in weighed:
             exact = (logs.amax(0) - logs.amin(0)) < 1e-9
             each = [weights_of(one)[1] for one in logs.T[~exact]]
             found.append(min(max(each, default=0.0), 9.0))

@@ -15,7 +15,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
-from bayesfl.stats.density.local import Local, Rows, apart
+from bayesfl.stats.density.local import Batch, Local, Rows, apart, batches
 from bayesfl.stats.density.parameters import Parameter, constrained
 from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
@@ -85,14 +85,25 @@ def tables_of(
     """Return sites whose terms are the parameters that they share."""
     columns = tuple(name for one in parameters for name in one.columns)
     ordered = [sites[name] for name in sorted(sites)]
-    for one in ordered:
-        integral, phi = one.local.integral, one.local.begin[None]
-        if not integral.values(phi, integral.begin[:, None]).isfinite():
-            raise ValueError(
-                f"site {one.name!r} has no log density where the search begins, the middle of the "
-                "prior: its rows hold what is not a number, or what cannot be observed there"
-            )
     models = apart([one.local for one in ordered])
+    for batch in batches(models):
+        at = models[batch[0]].begin[None]
+        integral = Batch.of([models[k] for k in batch]).integral
+        known = integral.values(at, integral.begin[:, None]).isfinite()[:, 0]
+        for k, is_known, has_mode in zip(batch, known, integral.has_modes(at), strict=True):
+            if not is_known:
+                raise ValueError(
+                    f"site {ordered[k].name!r} has no log density where the search begins, the "
+                    "middle of the prior: its rows hold what is not a number, or what cannot be "
+                    "observed there"
+                )
+            if not has_mode:
+                raise ValueError(
+                    f"the own parameters of site {ordered[k].name!r} have no mode that Newton's "
+                    "steps find: the density may grow without bound, as where an own scale goes to "
+                    "zero, or have a kink: write what has this scale as the scale times a "
+                    "parameter, or take a smooth density"
+                )
     found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
     return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
 

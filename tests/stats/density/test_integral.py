@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, MultivariateNormal, Normal, Poisson
+from torch.distributions import Bernoulli, Cauchy, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, vmap
 
 from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
@@ -165,6 +165,44 @@ def test_three_effects_by_quadrature():
     integral = Integral(density, Parts.whole(3), torch.zeros(1, 3, dtype=torch.float64))
     assert float(integral.log_marginals(phi)) == pytest.approx(float(exact), abs=0.005)
     assert abs(float(integral.laplace(phi, integral.modes(phi)) - exact)) > 0.02
+
+
+def test_an_effect_with_long_tails():
+    """A narrow Cauchy distribution beside normal rows, which Gauss and Hermite miss by .7 nats."""
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        return Cauchy(0.0, phi[0].exp()).log_prob(z[0]) + Normal(z[0], 1.0).log_prob(phi[1])
+
+    phi = torch.tensor([[-2.3, 3.0], [0.0, 1.0], [1.0, -2.0]], dtype=torch.float64)
+    grid = torch.linspace(-30, 30, 60001, dtype=torch.float64)[:, None]
+    exact = vmap(lambda one: vmap(lambda z: density(one, z))(grid).logsumexp(0))(phi)
+    integral = Integral(density, Parts.whole(1), torch.zeros(1, 1, dtype=torch.float64))
+    found = integral.log_marginals(phi)[0]
+    assert torch.allclose(found, exact + math.log(60 / 60000), atol=1e-5)
+    assert (integral.laplace(phi, integral.modes(phi))[0] - found).abs().max() > 0.5
+
+
+def test_five_effects_by_draws():
+    """Binary rows of wide effects, beside a million draws of their prior."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 5, generator=rng).double()
+    y = torch.bernoulli(torch.sigmoid(x.sum(1)), generator=rng)
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        rows = Bernoulli(logits=x @ z).log_prob(y)
+        return Normal(0.0, phi[0].exp()).log_prob(z).sum() + rows.sum()
+
+    phi = torch.tensor([[0.0], [0.7]], dtype=torch.float64)
+    draws = torch.randn(2**20, 5, generator=rng).double()
+    exact = torch.stack(
+        [
+            (Bernoulli(logits=draws * one.exp() @ x.T).log_prob(y).sum(1)).logsumexp(0)
+            for one in phi[:, 0]
+        ]
+    ) - math.log(2**20)
+    integral = Integral(density, Parts.whole(5), torch.zeros(1, 5, dtype=torch.float64))
+    assert torch.allclose(integral.log_marginals(phi)[0], exact, atol=0.03)
+    assert (integral.laplace(phi, integral.modes(phi))[0] - exact).abs().max() > 0.15
 
 
 def test_two_effects_by_quadrature():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import HalfCauchy, HalfNormal, Normal, constraints
 
 import bayesfl as bf
+from bayesfl.base.protocols import Tensors
 from bayesfl.stats.density.posterior import Posterior
 from bayesfl.stats.policy import Refusal
 
@@ -224,3 +225,21 @@ def test_tables_have_no_density():
     sites = bf.stats.tables(frames, terms=["x"])
     with pytest.raises(ValueError, match="no log density"):
         bf.stats.posterior(schools, sites, shared=SHARED)
+
+
+def test_own_parameters_without_a_mode_are_refused():
+    """Of a density with a kink, and of an own scale that can go to zero."""
+
+    def kink(shared: Tensors, own: Tensors, rows: Tensor) -> Tensor:
+        return -(own["z"] - 0.3).abs() - (rows - shared["mu"]).square().sum()
+
+    def neck(shared: Tensors, own: Tensors, rows: Tensor) -> Tensor:
+        return Normal(0.0, own["s"]).log_prob(own["z"]).sum() + kink(shared, {"z": rows}, rows)[0]
+
+    rows = {name: torch.tensor([1.0, 2.0]) for name in "ab"}
+    for density, own in (
+        (kink, {"z": constraints.real}),
+        (neck, {"s": constraints.positive, "z": (constraints.real, 3)}),
+    ):
+        with pytest.raises(ValueError, match="own parameters of site 'a' have no mode"):
+            bf.stats.posterior(density, rows, shared={"mu": constraints.real}, local=own)
