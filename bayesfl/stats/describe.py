@@ -120,8 +120,8 @@ class Totals(Grouped):
             found["sum"][g] = weights @ x
         found["n_other"] += ((x != 0) & (x != 1)).sum(0)
         found["n_outcome"] += 0 if site.y is None else len(x)
-        found["n_missing"][place] = torch.tensor(site.missing)
-        return found | {"n_dropped": slot(site.dropped, place, self.sites)}
+        of_site = {"n_missing": torch.tensor(site.missing), "n_dropped": site.dropped}
+        return found | {name: slot(n, place, self.sites) for name, n in of_site.items()}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the means at first, then better ones and units, until these are known."""

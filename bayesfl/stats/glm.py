@@ -28,6 +28,7 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
     AfterFit,
+    Kept,
     Questions,
     Sites,
     SiteSurvey,
@@ -50,8 +51,7 @@ from bayesfl.stats.fit import (
     refuse_alone,
     separation,
 )
-from bayesfl.stats.tables import Site, Tables
-from bayesfl.stats.terms import numbers
+from bayesfl.stats.tables import Site, Tables, offsets
 
 INTERCEPT_SD = 10.0
 """Standard deviation of the intercepts' prior, where the coefficients have one."""
@@ -403,23 +403,15 @@ class SiteMeat(Meat):
 
 
 @dataclass(frozen=True)
-class OwnIntercept(AfterFit):
+class OwnIntercept(Kept, AfterFit):
     """Tell sites on other machines the `estimate` for columns as they are, beside which each keeps
-    an intercept of its own; it answers nothing but that it did.
+    an intercept of its own.
 
     Args:
         names: Names of the shared parameters.
     """
 
     names: tuple[str, ...] = ()
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an answer."""
-        return {"n_kept": ()}
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return the number of models; see `SiteSurvey`."""
-        return {"n_kept": torch.tensor(1)}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the site's own model, with a column for each parameter."""
@@ -608,9 +600,7 @@ def regression(
         start = own[site] if per_site else estimate[0]
         x = sites.design(frame)
         eta = x @ estimate[first : first + x.shape[1]] + start
-        if sites.offset is not None:
-            eta = eta + torch.tensor(numbers(frame, sites.offset, "the frame"))
-        return rule.mean(eta)
+        return rule.mean(eta + offsets(frame, sites.offset))
 
     def diagnostics(level: float, *, counts: bool = True) -> Diagnostics:
         null = replace(survey, columns=0, prior=None, centre=(), scale=())

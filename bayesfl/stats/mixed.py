@@ -42,8 +42,10 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, Weighted, weighted
+from bayesfl.posteriors.linearised import symmetric_root
 from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
+    Kept,
     Questions,
     Sites,
     SiteSurvey,
@@ -57,8 +59,8 @@ from bayesfl.stats.asking import (
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
 from bayesfl.stats.fit import Compared, inverse, summaries
 from bayesfl.stats.hierarchy import Groups, Phi
-from bayesfl.stats.tables import Site, Tables
-from bayesfl.stats.terms import column_of, numbers
+from bayesfl.stats.tables import Site, Tables, offsets
+from bayesfl.stats.terms import column_of
 
 FAR = 1000.0
 """A draw that is left out is so many nats less likely than all others."""
@@ -494,9 +496,9 @@ class Draws(Hierarchy):
 
 
 @dataclass(frozen=True)
-class Own(Hierarchy):
+class Own(Kept, Hierarchy):
     """Tell sites on other machines the draws of phi, by which each makes draws of its own
-    coefficients and keeps them; it answers how many.
+    coefficients and keeps them.
 
     Args:
         at: The draws, [K, q].
@@ -509,14 +511,6 @@ class Own(Hierarchy):
     chosen: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     seed: int = 0
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"n_kept": ()}
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return the number of draws; see `SiteSurvey`."""
-        return {"n_kept": torch.tensor(len(self.chosen))}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return draws of the site's own coefficients, of columns as they are, with a row for each
@@ -757,19 +751,11 @@ class Mixed(Compared):
             raise ValueError(f"there is no {group if names else site!r} here; there are {told}")
         for level in new:
             noise = torch.from_numpy(rng.standard_normal(level.covariance.shape[:2]))
-            effects = (_root(level.covariance) @ noise[..., None])[..., 0]
+            effects = (symmetric_root(level.covariance) @ noise[..., None])[..., 0]
             own = own + effects @ torch.eye(own.shape[-1], dtype=own.dtype)[list(level.places)]
         x = self.design(frame)
         eta = own[:, :1] + own[:, 1:] @ x.T
-        if self.offset is not None:
-            eta = eta + torch.from_numpy(numbers(frame, self.offset, "the frame"))
-        return self.link(eta)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """Return the symmetric root of covariances [..., r, r], which may be singular."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+        return self.link(eta + offsets(frame, self.offset))
 
 
 @declared
@@ -878,7 +864,7 @@ def mixed(
     drawn = _integrated(asked, survey, found, model, state["n_groups"], draws, seed)
     phi, chosen = drawn.phi, drawn.chosen()
     root = survey.phi(found.theta).root
-    root = _root(root @ root.mT)
+    root = symmetric_root(root @ root.mT)
     at = torch.cat(
         [found.theta[:p], root.diagonal(), root[*survey.pairs], found.theta[p + r + pairs :]]
     )

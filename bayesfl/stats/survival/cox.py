@@ -28,7 +28,8 @@ from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.survival.partial import Alone, PartialLikelihood, Scores
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
-from bayesfl.stats.terms import Levels, numbers
+from bayesfl.stats.tables import offsets
+from bayesfl.stats.terms import Levels
 
 TENTH = 0.1
 """Bins of times that move an estimate by more than so many standard errors give a warning."""
@@ -194,8 +195,7 @@ def cox(
             frame = pandas_of(frame)
             rows, stratum = frame.index, group(frame, groups, "the frame")
             design = (sites.design(frame) - centre) / scale
-            if sites.offset is not None:
-                offset = torch.tensor(numbers(frame, sites.offset, "the frame"))
+            offset = offsets(frame, sites.offset)
         eta = design @ found.theta + offset
         assert shared is not None
         return predicted(state, shared.ends, rows, design, eta, stratum, covariance, level)
