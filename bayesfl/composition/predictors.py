@@ -103,16 +103,13 @@ class LinearisedLaplace:
     structure: Literal["full", "subnetwork", "diagonal"] = "full"
     precision: Annotated[float | Parameter | None, Range(0)] = None
     share: Annotated[float, Range(0, 1, "]")] = 0.05
-    selection: str | Rule = "wasserstein"
+    selection: Annotated[str | Rule, check_rule] = "wasserstein"
     seed: Natural = 0
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     tunes = "predictive_precision"
     reads = ()
     needs_data = True
-
-    def __post_init__(self) -> None:
-        check_rule(self.selection)
 
     def __repr__(self) -> str:
         return _of_rows(self, "each client's own")
@@ -226,11 +223,11 @@ class LinearisedLaplace:
         self, curvature: Curvature, diagonal: Tensor, precisions: list[Any], size: int
     ) -> Iterator[tuple[Tensor, list[Any]]]:
         """Yield the indices of subnetworks, each with the precisions under which it is chosen."""
-        layout = curvature.layout
-        loc = layout.ravel(dict(curvature.module.named_parameters())).double()
         alike = self.selection in ALIKE and not callable(self.precision)
         for one in self.grid[:1] if alike else precisions:
-            evidence = Evidence(loc, diagonal, 1 / curvature.vector(one), self.seed, layout)
+            evidence = Evidence(
+                curvature.weights, diagonal, 1 / curvature.vector(one), self.seed, layout
+            )
             chosen = select(self.selection, evidence, size)
             yield chosen, precisions if alike else [one]
 
