@@ -225,9 +225,8 @@ class LinearisedLaplace:
         """Yield the indices of subnetworks, each with the precisions under which it is chosen."""
         alike = self.selection in ALIKE and not callable(self.precision)
         for one in self.grid[:1] if alike else precisions:
-            evidence = Evidence(
-                curvature.weights, diagonal, 1 / curvature.vector(one), self.seed, layout
-            )
+            variance, loc = 1 / curvature.vector(one), curvature.weights
+            evidence = Evidence(loc, diagonal, variance, self.seed, curvature.layout)
             chosen = select(self.selection, evidence, size)
             yield chosen, precisions if alike else [one]
 
