@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.display.html import table, text
+from bayesfl.base.display.sheet import Shown
 from bayesfl.base.options import instance
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
@@ -287,6 +288,27 @@ class Released:
                 "questions": rows,
             }
         )
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Answered(Shown):
+    """Hold what is known of the sites behind a result.
+
+    Args:
+        dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
+        released: What left each site.
+    """
+
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    released: Released
+
+    @property
+    def _below(self) -> list[str]:
+        """Return the lines that stand last below a table."""
+        left = (f"left out: {site}, {why}" for site, why in self.left_out.items())
+        return [*left, str(self.released)]
 
 
 @runtime_checkable

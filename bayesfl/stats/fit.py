@@ -16,12 +16,12 @@ from torch import Tensor
 
 from bayesfl.base.display.html import facts, picture, table, text
 from bayesfl.base.display.page import Section, write_page
-from bayesfl.base.display.sheet import Sheet, Shown, of_frame
+from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released, Sites, with_likelihood
+from bayesfl.stats.asking import Answered, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum, eigen
 from bayesfl.stats.tables import Weighing
@@ -72,7 +72,7 @@ def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Refits(Shown, ABC):
+class Refits(Answered, ABC):
     """A fit that can be repeated without some of its sites.
 
     A subclass has `table`, whose first column are the estimates, and `_facts`.
@@ -81,22 +81,16 @@ class Refits(Shown, ABC):
         model: What was fitted, in words.
         names: Names of the parameters.
         rows: {site: its number of rows, each as often as it counts}.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
         said: What else to know of the estimates, in words.
-        released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
 
     model: str
     names: tuple[str, ...]
     rows: Mapping[str, float]
-    dropped: Mapping[str, float]
-    left_out: Mapping[str, str]
     events: Mapping[str, float] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    released: Released
     refit: Callable[[Sequence[str]], Any]
 
     @property
