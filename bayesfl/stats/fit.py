@@ -18,12 +18,13 @@ from bayesfl.base.display.html import facts, picture, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.processes.ranks import current
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
 from bayesfl.stats.asking import Answered, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
-from bayesfl.stats.newton import Minimum, eigen
+from bayesfl.stats.newton import eigen
 from bayesfl.stats.tables import Weighing
 
 Errors = Literal["model", "sandwich", "site"]
@@ -584,7 +585,7 @@ def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
     return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
 
 
-def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
+def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
     Where columns separate the outcome, the sum falls as e^-t along a direction, so that steps keep
@@ -592,26 +593,28 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     length depends on no unit of weights or columns.
 
     Args:
-        found: The minimum.
+        state: Newton's last.
         names: Names of the parameters.
 
     Raises:
         ValueError: It is singular: the outcome is separated by some columns, or these are linearly
             dependent.
     """
-    values, vectors, size = eigen(found.hessian)
-    length = float(found.moved @ found.first @ found.moved)
+    values, vectors, size = eigen(state["hessian"])
+    # The last step is of the size of rounding, but where the sum falls without end.
+    moved, first = state["theta"] - state["best"], state["first"]
+    length = float(moved @ first @ moved)
     if not len(values) or (float(values[0]) >= 1e-10 and length <= MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure
     # sums; separated ones in the end.
-    at_first, directions, _ = eigen(found.first)
+    at_first, directions, _ = eigen(first)
     least = int(at_first.abs().argmin())
     if float(at_first.abs()[least]) < 1e-6:
         sizes = directions[:, least].abs()
         raise ValueError(f"{_involved(sizes, names)} are linearly dependent: leave one out")
-    sizes = found.moved if length > MOVING else vectors[:, 0] / size
+    sizes = moved if length > MOVING else vectors[:, 0] / size
     raise ValueError(separation(sizes.abs(), names))
 
 

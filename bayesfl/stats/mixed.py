@@ -851,26 +851,19 @@ def mixed(
     begin -= float(sums["offset_mean"]) / unit
     at = (begin, *[0.0] * (p - 1), *[math.log(0.5)] * r, *[0.0] * (pairs + n_own))
     state = asked.conduct(replace(survey, at=at))
-    found = newton.minimum(state)
+    theta = state["theta"]
     # Of separated outcomes there is no posterior under a flat prior; it raises.
-    beta = newton.Minimum(
-        theta=found.theta[:p],
-        loss=found.loss,
-        hessian=found.hessian[:p, :p],
-        moved=found.moved[:p],
-        first=found.first[:p, :p],
+    inverse(
+        {name: t[:p, :p] if t.dim() == 2 else t[:p] for name, t in state.items() if t.dim()}, names
     )
-    inverse(beta, names)
-    drawn = _integrated(asked, survey, found, model, state["n_groups"], draws, seed)
+    drawn = _integrated(asked, survey, state, model, draws, seed)
     phi, chosen = drawn.phi, drawn.chosen()
-    root = survey.phi(found.theta).root
+    root = survey.phi(theta).root
     root = symmetric_root(root @ root.mT)
-    at = torch.cat(
-        [found.theta[:p], root.diagonal(), root[*survey.pairs], found.theta[p + r + pairs :]]
-    )
+    at = torch.cat([theta[:p], root.diagonal(), root[*survey.pairs], theta[p + r + pairs :]])
     best = Maximum(**model, sites=survey.sites, at=tuple(at.tolist()))
-    most = newton.minimum(asked.conduct(best))
-    known, point = most.hessian[:p, :p], best.phi(most.theta)
+    most = asked.conduct(best)
+    known, point = most["hessian"][:p, :p], best.phi(most["theta"])
     keep = Own(
         **model,
         at=tuple(map(tuple, phi.tolist())),
@@ -909,7 +902,7 @@ def mixed(
         others=others,
         estimate=estimate | {name: float(t) for name, t in at_most.items()},
         errors=dict(zip(names, errors.tolist(), strict=True)),
-        log_likelihood=-most.loss + in_unit + of_columns,
+        log_likelihood=-float(most["loss"]) + in_unit + of_columns,
         own={site.name: keep.draws(site, place) for place, site in here.items()},
         groups={site.name: survey.labels(site)[1] for site in here.values()},
         rows=counted(sites.names, sums["rows"]),
@@ -987,9 +980,8 @@ def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
 def _integrated(
     asked: Questions,
     survey: Mode,
-    found: newton.Minimum,
+    state: Tensors,
     model: Mapping[str, Any],
-    groups: Tensor,
     draws: int,
     seed: int,
 ) -> Weighted:
@@ -998,19 +990,19 @@ def _integrated(
     Raises:
         ValueError: k-hat stays above .7.
     """
-    values, vectors = torch.linalg.eigh(found.hessian)
+    values, vectors = torch.linalg.eigh(state["hessian"])
     least = 1e-8 * float(values.abs().max())
     p = survey.sizes[0]
-    survey = survey.besides(found.hessian[:p, :p], found.theta[p:], groups)
+    survey = survey.besides(state["hessian"][:p, :p], state["theta"][p:], state["n_groups"])
 
     def value(phi: Tensor) -> Tensor:
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
         return total["log_likelihood"] + survey.log_prior(phi, survey.prior)
 
     def around(_: Any, centre: Tensor, covariance: Tensor) -> Proposal:
-        return Proposal(centre, covariance, p, partial(survey.given, groups=groups))
+        return Proposal(centre, covariance, p, partial(survey.given, groups=state["n_groups"]))
 
     covariance = (vectors / values.abs().clamp_min(least)) @ vectors.T
     remedy = "take fewer effects, more draws=, or a smaller tau_scale="
-    first = around(None, found.theta, covariance)
+    first = around(None, state["theta"], covariance)
     return weighted(first, value, around, count=draws, seed=seed, remedy=remedy)
