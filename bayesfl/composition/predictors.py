@@ -232,11 +232,13 @@ class LinearisedLaplace:
 
 
 class _Untuned:
-    """Declare that a predictor tunes no number, and reads nothing but the parts."""
+    """Declare what holds of a predictor that tunes no number, unless it says otherwise."""
 
     tunes = ""
     grid = ()
     reads = ()
+    centre = True
+    needs_data = False
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,6 @@ class LinearisedBelief(_Untuned):
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     precision = None
-    needs_data = False
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -371,8 +372,6 @@ class PooledLaplace(_Untuned):
     precision: Annotated[float, Range(0)] | Literal["evidence"] = "evidence"
     pattern: Pattern = "*"
     link: ClassVar[Link] = "contrasts"
-    centre = True
-    needs_data = False
 
     def __repr__(self) -> str:
         return _of_rows(self, "all clients'")
@@ -464,7 +463,6 @@ class Heads(_Untuned):
     """
 
     link: ClassVar[Link] = "contrasts"
-    centre = True
     precision = None
     needs_data = True
 
