@@ -119,6 +119,7 @@ class Passage(Protocol):
             through: Whether the slope at the inputs is wanted.
             rows: Which rows are padding, and the addresses of draws.
         """
+        ...
 
 
 Kernel: TypeAlias = Callable[[nn.Module], Passage]
