@@ -88,7 +88,7 @@ def coloured(
         >>> bf.data.coloured("digits", agreement=(0.9, 0.8))
         FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
     """
-    opened, *_ = options.by_class()
+    opened = options.by_class()[0]
     nested = [[_share("agreement", one) for one in np.ravel(own).tolist()] for own in agreement]
     options.recipe["agreement"] = nested
     parts = [

@@ -116,7 +116,7 @@ def swapped_labels(
         >>> clients.recipe["names"][1]
         [0, 3, 2, 1, 4, 5, 6, 7, 8, 9]
     """
-    opened, *_ = options.by_class()
+    opened = options.by_class()[0]
     count = opened.outputs
     ways = math.comb(count, 2 * swaps) * math.prod(range(1, 2 * swaps, 2))
     if groups - 1 > ways:
