@@ -10,7 +10,6 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -470,17 +469,15 @@ class Algorithm:
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
             loc = self.layout(name).ravel(weights)
-            if block.copies is not None:
-                loc = torch.stack(
-                    [
-                        self._start(
-                            block, loc, generator(seed, Purpose.START, index=index, phase=m)
-                        )
-                        for m in range(block.copies)
-                    ]
-                )
-            else:
-                loc = self._start(block, loc, generator(seed, Purpose.START, index=index))
+            rngs = (
+                generator(seed, Purpose.START, index=index, phase=m)
+                for m in range(block.copies or 1)
+            )
+            starts = [
+                loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
+                for rng in rngs
+            ]
+            loc = starts[0] if block.copies is None else torch.stack(starts)
             belief = block.posterior.init(loc.to(dtype=dtype, device=device))
             entry = {
                 key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))
@@ -490,10 +487,6 @@ class Algorithm:
             )
         like = torch.empty(0, dtype=dtype, device=device)
         return state | self._more("server", self.server(state, clients), like)
-
-    @staticmethod
-    def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
-        return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
     def free(self, clients: int) -> Mapping[str, int]:
         """Return the dotted names of the server's tensors whose first axes may change their

@@ -25,11 +25,6 @@ class Buffers(Block):
     """
 
 
-def of(block: str) -> str:
-    """Return the name of the block that has the buffers of a block's norms."""
-    return block + SUFFIX
-
-
 def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Block]:
     """Return the blocks with one of buffers beside each that covers a norm with statistics in
     training; others of buffers are dropped.
@@ -83,7 +78,7 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
             "module" if block.copies is None else partial(_values, values.detach().cpu().float())
         )
         pool = block.pool if isinstance(block.pool, Mean | Median | TrimmedMean | None) else Mean()
-        added[of(name)] = Buffers(
+        added[name + SUFFIX] = Buffers(
             tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start
         )
     return {**plain, **added}

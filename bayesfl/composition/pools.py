@@ -13,6 +13,7 @@ values.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -73,16 +74,16 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
     return found.double()
 
 
-def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Add weight * value to `total`, client after client: {name: (weight [C], or [C, M] for copies,
-    value [C, ...])}.
+def _add(total: Tensors | None, weight: Tensor, values: Tensors) -> Tensors:
+    """Add weight * value to `total`, client after client, by weights [C], or [C, M] for copies, and
+    values [C, ...].
     """
     if total is None:
         total = {
             k: torch.zeros(v.shape[1:], dtype=torch.float64, device=v.device)
-            for k, (_, v) in summands.items()
+            for k, v in values.items()
         }
-    for key, (weight, value) in summands.items():
+    for key, value in values.items():
         if weight.dim() == 1:
             for w, row in zip(weight.tolist(), value, strict=True):
                 add_row(total[key], row, w)
@@ -122,11 +123,8 @@ class Mean:
     ) -> Tensors:
         """Add the weights and the weighted centres to `total`."""
         weight = counted(self.weight, server, uplink, name)
-        ones = torch.ones_like(weight)
-        return _add(
-            total,
-            {"weight": (weight, ones), **{key: (weight, uplink[name][key]) for key in self.sends}},
-        )
+        sent = {key: uplink[name][key] for key in self.sends}
+        return _add(total, weight, {"weight": torch.ones_like(weight), **sent})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
@@ -144,8 +142,30 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class _Around:
+    """Pool as an inner pool does."""
+
+    pool: AdditivePool
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Return the names of the tensors that the inner pool sends."""
+        return self.pool.sends
+
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
+        """Add a chunk of clients to `total`, as the inner pool does."""
+        return self.pool.accumulate(total, server, name, uplink)
+
+    def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
+        """Return the inner pool's entry."""
+        return self.pool.solve(server, name, total)
+
+
+@dataclass(frozen=True)
 @declared
-class Relaxed:
+class Relaxed(_Around):
     """Go part of the way from the server's entry to another pool's: (1 - step) old + step new, on
     the tensors that travel.
 
@@ -161,19 +181,7 @@ class Relaxed:
         [2.0]
     """
 
-    pool: AdditivePool
     step: Positive
-
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Return the names of the tensors that the inner pool sends."""
-        return self.pool.sends
-
-    def accumulate(
-        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
-    ) -> Tensors:
-        """Add a chunk of clients to `total`, as the inner pool does."""
-        return self.pool.accumulate(total, server, name, uplink)
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the old entry moved towards the inner pool's."""
@@ -182,13 +190,17 @@ class Relaxed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Gaussian:
+class _Gaussian(ABC):
     """The base of pools by moments of mean-field Gaussians, whose `loc` and `rho` travel."""
 
     posterior: MeanField = MeanField()
+    weight: Weight = by_size
     sends = ("loc", "rho")
 
-    def _moments(self, name: str, uplink: Uplink) -> tuple[Tensor, Tensor]:
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
+        """Add the clients' weighted moments to `total`."""
         # Client by client: vectorised exponentials round differently by place in memory, so results
         # would depend on the chunk size.
         rows = zip(*uplink[name].values(), strict=True)
@@ -198,9 +210,14 @@ class _Gaussian:
             )
             for row in rows
         ]
-        return torch.stack([loc for loc, _ in moments]), torch.stack(
-            [variance for _, variance in moments]
-        )
+        loc, variance = (torch.stack(each) for each in zip(*moments, strict=True))
+        weight = counted(self.weight, server, uplink, name)
+        summed = self._summed(server[name], loc, variance)
+        return _add(total, weight, {"weight": torch.ones_like(weight), **summed})
+
+    @abstractmethod
+    def _summed(self, old: Tensors, loc: Tensor, variance: Tensor) -> Tensors:
+        """Return what is added up of the clients' means and variances, [C, ...]."""
 
     def _solved(self, server: Server, name: str, loc: Tensor, variance: Tensor) -> Tensors:
         return _cast({"loc": loc, "rho": inverse_softplus(variance.sqrt())}, server[name])
@@ -247,14 +264,8 @@ class PrecisionWeighted:
         found = [self.posterior.natural(dict(zip(self.sends, row, strict=True))) for row in rows]
         precision, weighted = (torch.stack(parts) for parts in zip(*found, strict=True))
         ones = torch.ones(len(found), dtype=torch.float64)
-        return _add(
-            total,
-            {
-                "count": (ones, ones.to(weighted)),
-                "precision": (ones, precision),
-                "weighted": (ones, weighted),
-            },
-        )
+        values = {"count": ones.to(weighted), "precision": precision, "weighted": weighted}
+        return _add(total, ones, values)
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the product.
@@ -298,27 +309,10 @@ class MomentMatched(_Gaussian):
         [2.0, 2.0]
     """
 
-    weight: Weight = by_size
-
-    def accumulate(
-        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
-    ) -> Tensors:
-        """Add to `total` weighted variances, and moments of the means about the server's centre, so
-        that small spreads survive rounding.
-        """
-        loc, variance = self._moments(name, uplink)
-        weight = counted(self.weight, server, uplink, name)
-        shift = loc - server[name]["loc"].double()
-        ones = torch.ones_like(weight)
-        return _add(
-            total,
-            {
-                "weight": (weight, ones),
-                "first": (weight, shift),
-                "within": (weight, variance),
-                "second": (weight, shift.square()),
-            },
-        )
+    def _summed(self, old: Tensors, loc: Tensor, variance: Tensor) -> Tensors:
+        # Means are taken about the server's centre, so that small spreads survive rounding.
+        shift = loc - old["loc"].double()
+        return {"first": shift, "within": variance, "second": shift.square()}
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the mean and variance of the mixture."""
@@ -348,19 +342,8 @@ class Barycentre(_Gaussian):
         [2.0, 1.0]
     """
 
-    weight: Weight = by_size
-
-    def accumulate(
-        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
-    ) -> Tensors:
-        """Add the weighted means and standard deviations to `total`."""
-        loc, variance = self._moments(name, uplink)
-        weight = counted(self.weight, server, uplink, name)
-        ones = torch.ones_like(weight)
-        return _add(
-            total,
-            {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())},
-        )
+    def _summed(self, old: Tensors, loc: Tensor, variance: Tensor) -> Tensors:
+        return {"loc": loc, "scale": variance.sqrt()}
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the weighted averages of means and standard deviations."""
@@ -528,7 +511,7 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 @declared
-class Clipped:
+class Clipped(_Around):
     """Limit the influence of one client: shorten updates longer than `norm`, and then pool them by
     another pool.
 
@@ -551,13 +534,7 @@ class Clipped:
         [1.5]
     """
 
-    pool: AdditivePool
     norm: Annotated[float, Range(0, math.inf, "]")]
-
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Return the names of the tensors that the inner pool sends."""
-        return self.pool.sends
 
     def accumulate(
         self, total: Tensors | None, server: Server, name: str, uplink: Uplink
@@ -573,7 +550,3 @@ class Clipped:
             for key, t in moved.items()
         }
         return self.pool.accumulate(total, server, name, {**uplink, name: kept})
-
-    def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Return the inner pool's entry."""
-        return self.pool.solve(server, name, total)

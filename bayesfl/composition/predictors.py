@@ -103,16 +103,13 @@ class LinearisedLaplace:
     structure: Literal["full", "subnetwork", "diagonal"] = "full"
     precision: Annotated[float | Parameter | None, Range(0)] = None
     share: Annotated[float, Range(0, 1, "]")] = 0.05
-    selection: str | Rule = "wasserstein"
+    selection: Annotated[str | Rule, check_rule] = "wasserstein"
     seed: Natural = 0
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     tunes = "predictive_precision"
     reads = ()
     needs_data = True
-
-    def __post_init__(self) -> None:
-        check_rule(self.selection)
 
     def __repr__(self) -> str:
         return _of_rows(self, "each client's own")
@@ -226,21 +223,22 @@ class LinearisedLaplace:
         self, curvature: Curvature, diagonal: Tensor, precisions: list[Any], size: int
     ) -> Iterator[tuple[Tensor, list[Any]]]:
         """Yield the indices of subnetworks, each with the precisions under which it is chosen."""
-        layout = curvature.layout
-        loc = layout.ravel(dict(curvature.module.named_parameters())).double()
         alike = self.selection in ALIKE and not callable(self.precision)
         for one in self.grid[:1] if alike else precisions:
-            evidence = Evidence(loc, diagonal, 1 / curvature.vector(one), self.seed, layout)
+            variance, loc = 1 / curvature.vector(one), curvature.weights
+            evidence = Evidence(loc, diagonal, variance, self.seed, curvature.layout)
             chosen = select(self.selection, evidence, size)
             yield chosen, precisions if alike else [one]
 
 
 class _Untuned:
-    """Declare that a predictor tunes no number, and reads nothing but the parts."""
+    """Declare what holds of a predictor that tunes no number, unless it says otherwise."""
 
     tunes = ""
     grid = ()
     reads = ()
+    centre = True
+    needs_data = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,6 @@ class LinearisedBelief(_Untuned):
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     precision = None
-    needs_data = False
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -375,8 +372,6 @@ class PooledLaplace(_Untuned):
     precision: Annotated[float, Range(0)] | Literal["evidence"] = "evidence"
     pattern: Pattern = "*"
     link: ClassVar[Link] = "contrasts"
-    centre = True
-    needs_data = False
 
     def __repr__(self) -> str:
         return _of_rows(self, "all clients'")
@@ -468,7 +463,6 @@ class Heads(_Untuned):
     """
 
     link: ClassVar[Link] = "contrasts"
-    centre = True
     precision = None
     needs_data = True
 

@@ -90,34 +90,21 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
     """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to
     1, and its level nu [C, 1].
 
-    Supports are gathered, so that small ones cost little; as many programs are solved at once as
-    fit a block of memory.
+    Programs whose supports have one size are solved together, as many at once as fit a block of
+    memory.
     """
     out, level = torch.zeros_like(linear), linear.new_zeros(len(linear), 1)
     sizes = support.sum(-1)
-    order = sizes.argsort()
-    start = 0
-    while start < len(order):
-        width = int(sizes[order[start]])
-        stop = start + 1
-        while stop < len(order) and 8 * (stop + 1 - start) * int(sizes[order[stop]]) ** 2 <= BYTES:
-            stop += 1
-        rows, width = order[start:stop], int(sizes[order[stop - 1]])
-        places = (
-            support[rows].to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
-        )
-        inside = support[rows].gather(1, places)
-        both = inside[:, :, None] & inside[:, None]
-        identity = torch.eye(width, dtype=linear.dtype, device=linear.device)
-        blocks = torch.where(both, quadratic[places[:, :, None], places[:, None]], identity)
-        there = inside.to(linear)
-        free, ones = torch.linalg.solve(
-            blocks, torch.stack([linear[rows].gather(1, places) * there, there], -1)
-        ).unbind(-1)
-        nu = (1 - (free * there).sum(-1, keepdim=True)) / (ones * there).sum(-1, keepdim=True)
-        out[rows] = torch.zeros_like(linear[rows]).scatter(1, places, (free + nu * ones) * there)
-        level[rows] = nu
-        start = stop
+    for size in sizes.unique().tolist():
+        for rows in (sizes == size).nonzero().flatten().split(max(1, BYTES // (8 * size**2))):
+            places = support[rows].nonzero()[:, 1].view(-1, size)
+            blocks = quadratic[places[:, :, None], places[:, None]]
+            own = linear[rows].gather(1, places)
+            sides = torch.stack([own, torch.ones_like(own)], -1)
+            free, ones = torch.linalg.solve(blocks, sides).unbind(-1)
+            nu = (1 - free.sum(-1, keepdim=True)) / ones.sum(-1, keepdim=True)
+            out[rows] = torch.zeros_like(linear[rows]).scatter(1, places, free + nu * ones)
+            level[rows] = nu
     return out, level
 
 

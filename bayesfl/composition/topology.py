@@ -94,13 +94,9 @@ def connected(edges: Tensor) -> bool:
         >>> bf.topology.connected(edges), bf.topology.connected(edges & False)
         (True, False)
     """
-    reached = torch.zeros(len(edges), dtype=torch.bool)
-    last = reached.clone()
-    last[:1] = True
-    while bool(last.any()):
-        reached |= last
-        last = edges[last].any(0) & ~reached
-    return bool(reached.all())
+    from scipy.sparse.csgraph import connected_components
+
+    return connected_components(edges.cpu().numpy(), directed=False)[0] <= 1
 
 
 def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:

@@ -10,8 +10,9 @@ left out.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ class Factor(ABC):
     """
 
     slots: Tensor
-    examples: int
-    cotangents: int
+    own: ClassVar[tuple[str, ...]]  # names of the tensors by example, the last by cotangent, too
 
     @abstractmethod
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -51,13 +51,26 @@ class Factor(ABC):
         where there are none.
         """
 
-    @abstractmethod
     def take(self, examples: Tensor) -> "Factor":
         """Return the factor of the examples with these indices, or under this mask."""
+        return replace(
+            cast(Any, self), **{name: getattr(self, name)[examples] for name in self.own}
+        )
 
-    @abstractmethod
     def join(self, others: "list[Factor]") -> "Factor":
         """Return one factor of this one's examples and those of the others."""
+        parts = {name: [getattr(f, name) for f in (self, *others)] for name in self.own}
+        return replace(cast(Any, self), **{name: torch.cat(each) for name, each in parts.items()})
+
+    @property
+    def examples(self) -> int:
+        """Return the number of examples, N."""
+        return len(getattr(self, self.own[-1]))
+
+    @property
+    def cotangents(self) -> int:
+        """Return the number of cotangents of an example, Q."""
+        return getattr(self, self.own[-1]).shape[1]
 
     @property
     def rows(self) -> int:
@@ -144,6 +157,7 @@ def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+@dataclass(eq=False)
 class Matrix(Factor):
     """A factor whose columns are held as they are.
 
@@ -152,9 +166,9 @@ class Matrix(Factor):
         slots: Positions of the columns' weights, [K].
     """
 
-    def __init__(self, values: Tensor, slots: Tensor) -> None:
-        self.values, self.slots = values, slots
-        self.examples, self.cotangents = values.shape[:2]
+    values: Tensor
+    slots: Tensor
+    own = ("values",)
 
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the columns, see `Factor`."""
@@ -164,16 +178,6 @@ class Matrix(Factor):
         """Return the factor for some of the weights, see `Factor`."""
         slots, values = _kept(lookup[self.slots], self.values)
         return Matrix(values, slots) if len(slots) else None
-
-    def take(self, examples: Tensor) -> "Matrix":
-        """Return the factor of some of the examples, see `Factor`."""
-        return Matrix(self.values[examples], self.slots)
-
-    def join(self, others: list[Factor]) -> "Matrix":
-        """Return the factor of further examples too, see `Factor`."""
-        return Matrix(
-            torch.cat([f.values for f in (self, *others) if isinstance(f, Matrix)]), self.slots
-        )
 
 
 def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
@@ -186,6 +190,7 @@ def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
     return matrix
 
 
+@dataclass(eq=False)
 class Shared(Factor):
     """A factor of a layer whose weights are used at T places: a convolution, or a linear layer
     along further axes.
@@ -196,9 +201,10 @@ class Shared(Factor):
         slots: Positions of the weights, [H, I].
     """
 
-    def __init__(self, inputs: Tensor, slopes: Tensor, slots: Tensor) -> None:
-        self.inputs, self.slopes, self.slots = inputs, slopes, slots
-        self.examples, self.cotangents = slopes.shape[:2]
+    inputs: Tensor
+    slopes: Tensor
+    slots: Tensor
+    own = ("inputs", "slopes")
 
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield slots and columns, see `Factor`."""
@@ -231,20 +237,8 @@ class Shared(Factor):
         slots = torch.where(self.slots >= 0, lookup[self.slots], -1)
         return Shared(self.inputs, self.slopes, slots).formed() if (slots >= 0).any() else None
 
-    def take(self, examples: Tensor) -> "Shared":
-        """Return the factor of some of the examples, see `Factor`."""
-        return Shared(self.inputs[examples], self.slopes[examples], self.slots)
 
-    def join(self, others: list[Factor]) -> "Shared":
-        """Return the factor of further examples too, see `Factor`."""
-        all_of_them = [f for f in (self, *others) if isinstance(f, Shared)]
-        return Shared(
-            torch.cat([f.inputs for f in all_of_them]),
-            torch.cat([f.slopes for f in all_of_them]),
-            self.slots,
-        )
-
-
+@dataclass(eq=False)
 class Outer(Factor):
     """A factor of a linear layer, whose rows are outer products.
 
@@ -255,9 +249,11 @@ class Outer(Factor):
         full: Whether it is known that no weight is left out.
     """
 
-    def __init__(self, inputs: Tensor, slopes: Tensor, slots: Tensor, full: bool = False) -> None:
-        self.inputs, self.slopes, self.slots, self._full = inputs, slopes, slots, full
-        self.examples, self.cotangents = slopes.shape[:2]
+    inputs: Tensor
+    slopes: Tensor
+    slots: Tensor
+    full: bool = False
+    own = ("inputs", "slopes")
 
     @property
     def cost(self) -> int:
@@ -293,23 +289,9 @@ class Outer(Factor):
             else None
         )
 
-    def take(self, examples: Tensor) -> "Outer":
-        """Return the factor of some of the examples, see `Factor`."""
-        return Outer(self.inputs[examples], self.slopes[examples], self.slots, self._full)
-
-    def join(self, others: list[Factor]) -> "Outer":
-        """Return the factor of further examples too, see `Factor`."""
-        all_of_them = [f for f in (self, *others) if isinstance(f, Outer)]
-        return Outer(
-            torch.cat([f.inputs for f in all_of_them]),
-            torch.cat([f.slopes for f in all_of_them]),
-            self.slots,
-            self._full,
-        )
-
     def _grid(self, weight: Tensor) -> Tensor:
         """Return `weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
-        if self._full:
+        if self.full:
             return weight[self.slots]
         kept = (self.slots >= 0).view(*self.slots.shape, *(1,) * (weight.dim() - 1))
         return torch.where(kept, weight[self.slots.clamp_min(0)], 0.0)
@@ -317,7 +299,7 @@ class Outer(Factor):
     def _write(self, grid: Tensor, out: Tensor) -> None:
         """Write `grid` [H, I, ...] to its places in `out` [size, ...], the reverse of `_grid`."""
         slots, values = self.slots.flatten(), grid.flatten(0, 1).to(out)
-        if not self._full:
+        if not self.full:
             chosen = (slots >= 0).nonzero().squeeze(1)
             slots, values = slots[chosen], values[chosen]
         out[slots] = values

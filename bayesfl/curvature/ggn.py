@@ -141,6 +141,11 @@ class Curvature:
         return self.engine.name
 
     @property
+    def weights(self) -> Tensor:
+        """Return the weights that are covered, [D] in float64."""
+        return self.layout.ravel(dict(self.module.named_parameters())).detach().double()
+
+    @property
     def device(self) -> torch.device:
         """Return the device of the model."""
         return self._like.device

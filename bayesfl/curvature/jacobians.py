@@ -36,6 +36,11 @@ class FactorRows:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._like.device)
 
+    def _filled(self, out: Tensor, fill: Callable[[Factor], None]) -> Tensor:
+        for factor in self.factors:
+            fill(factor)
+        return out
+
     def _added(self, parts: Sequence[Tensor], *shape: int) -> Tensor:
         """Add up the factors' parts of this shape; zeros where there is no factor."""
         return _sum(parts) if parts else self._zeros(*shape)
@@ -72,16 +77,12 @@ class FactorRows:
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
         out = self._zeros(self.examples, self.cotangents, self.size).to(dtype or torch.float64)
-        for factor in self.factors:
-            factor.columns_into(out)
-        return out
+        return self._filled(out, lambda factor: factor.columns_into(out))
 
     def squares(self) -> Tensor:
         """Compute each weight's sum of squares over all rows, [size]."""
         out = self._zeros(self.size)
-        for factor in self.factors:
-            factor.squares_into(out)
-        return out
+        return self._filled(out, lambda factor: factor.squares_into(out))
 
     def gram(self, other: Any, weight: Tensor) -> Tensor:
         """Compute the products of these rows with another's over the same weights, weighted by
@@ -116,21 +117,15 @@ class FactorRows:
     def back(self, vectors: Tensor) -> Tensor:
         """Compute J' v for `vectors` v [N Q, K]: [size, K]."""
         out = self._zeros(self.size, vectors.shape[1])
-        for factor in self.factors:
-            factor.back_into(vectors, out)
-        return out
+        return self._filled(out, lambda factor: factor.back_into(vectors, out))
 
     def solved(self, chol: Tensor) -> Tensor:
         """Compute the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
         out = self._zeros(self.size)
         if sum(f.columns for f in self.factors) <= len(chol) + sum(f.cost for f in self.factors):
-            for factor in self.factors:
-                factor.solved_into(chol, out)
-        else:
-            inverse = torch.cholesky_inverse(chol)
-            for factor in self.factors:
-                factor.quadratic_into(inverse, out)
-        return out
+            return self._filled(out, lambda factor: factor.solved_into(chol, out))
+        inverse = torch.cholesky_inverse(chol)
+        return self._filled(out, lambda factor: factor.quadratic_into(inverse, out))
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:

@@ -83,7 +83,8 @@ class Descent:
         ]
         self._one_batch = still or shared
         self._at: dict[str, Elsewhere] = {}
-        still &= not any(part.draws_from("body.") for part in held) and not lively(algorithm.model)
+        drawn = [name for part in held if part.drawn for name in part.layout.names]
+        still &= not any(name.startswith("body.") for name in drawn) and not lively(algorithm.model)
         self._network = Network(algorithm.module(views["n"], train=True), kernel, still=still)
         self._beliefs = {
             name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)
@@ -308,26 +309,22 @@ class _Held:
     """
 
     def __init__(self, algorithm: Algorithm, name: str) -> None:
-        self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
-        self._drawn = algorithm.blocks[name].stochastic
-
-    def draws_from(self, prefix: str) -> bool:
-        """Say whether parameters whose names begin with `prefix` differ from step to step."""
-        return self._drawn and any(key.startswith(prefix) for key in self._layout.names)
+        self._algorithm, self._name, self.layout = algorithm, name, algorithm.layout(name)
+        self.drawn = algorithm.blocks[name].stochastic
 
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...]."""
         self._belief = front[self._name]
         self._leaves = (
             {}
-            if self._drawn
-            else self._layout.leaves(draw(self._algorithm, self._name, self._belief, {}))
+            if self.drawn
+            else self.layout.leaves(draw(self._algorithm, self._name, self._belief, {}))
         )
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
         """Return the leaves of a step, and no slopes, as nothing is trained."""
-        if self._drawn:
-            return self._layout.leaves(draw(self._algorithm, self._name, self._belief, noise)), {}
+        if self.drawn:
+            return self.layout.leaves(draw(self._algorithm, self._name, self._belief, noise)), {}
         return self._leaves, {}
 
 

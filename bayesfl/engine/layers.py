@@ -119,11 +119,9 @@ def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
     """Say whether a module can be run for clients of `most` rows, as many as `x` has, and a step of
     `rows` rows leaves room in the cache for several clients; looked at once.
     """
-
-    def look() -> bool:
-        return not _heavy(module, x, rows) and supported(module, x)
-
-    return _once((most, rows), module, x, look)
+    return _once(
+        (most, rows), module, x, lambda: not _heavy(module, x, rows) and supported(module, x)
+    )
 
 
 def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
@@ -394,7 +392,7 @@ def _run(
                 to.copy_(found)
         return at.get(0, torch.zeros_like(first(x))) if through else None
 
-    return Pass(values[recording.out], up[recording.out], back if slopes or through else None)
+    return Pass(values[recording.out], up[recording.out], back)
 
 
 def _named(module: nn.Module, name: str) -> Tensor:

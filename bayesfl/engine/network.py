@@ -71,12 +71,12 @@ class Pass(NamedTuple):
     Args:
         outputs: Outputs [C, B, ...], or [C, S, B, ...] where lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
-        back: The backward pass; None if no slope was wanted.
+        back: The backward pass, to slopes at the inputs if these were wanted.
     """
 
     outputs: Tensor
     lifted: bool
-    back: Back | None
+    back: Back
 
 
 class Through(NamedTuple):
@@ -93,7 +93,7 @@ class Through(NamedTuple):
     outputs: Tensor
     lifted: bool
     features: Tensor | None
-    back: Callable[[Tensor, Tensor | None], None]
+    back: Callable[[Tensor, Tensor | None], object]
 
 
 class Passage(Protocol):
@@ -142,7 +142,7 @@ def by_autograd(
         ) -> Pass:
             if not slopes and not through:
                 with torch.no_grad():
-                    return Pass(*call(module, leaves, x, lifted, rows), None)
+                    return Pass(*call(module, leaves, x, lifted, rows), lambda slope: None)
             with torch.enable_grad():
                 live = {name: leaves[name].detach().requires_grad_() for name in slopes}
                 # A head's inputs are one tensor.
@@ -182,7 +182,7 @@ def there_and_back(
     at = passed.outputs.cos()
     if rows.weight is not None:
         at *= rows.weight[(..., *(at.dim() - 2) * (None,))]
-    return passed.outputs, slopes, None if passed.back is None else passed.back(at)
+    return passed.outputs, slopes, passed.back(at)
 
 
 class Network:
@@ -213,12 +213,7 @@ class Network:
         slopes = slopes or {}
         if "" in self._passages:
             whole = self._passages[""](leaves, slopes, x, False, False, rows)
-
-            def all_the_way(slope: Tensor, at_features: Tensor | None = None) -> None:
-                if whole.back is not None:
-                    whole.back(slope)
-
-            return Through(whole.outputs, whole.lifted, None, all_the_way)
+            return Through(whole.outputs, whole.lifted, None, lambda slope, _: whole.back(slope))
         of_body, of_head = _apart(leaves)
         to_body, to_head = _apart(slopes)
         features = self._features
@@ -236,8 +231,8 @@ class Network:
         )
 
         def back(slope: Tensor, at_features: Tensor | None = None) -> None:
-            through = None if outputs.back is None else outputs.back(slope)
-            if features.back is not None and through is not None:
+            through = outputs.back(slope)
+            if through is not None:
                 features.back(through if at_features is None else through + at_features)
 
         return Through(outputs.outputs, outputs.lifted, features.outputs, back)

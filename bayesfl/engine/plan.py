@@ -119,7 +119,7 @@ class PhasePlan:
             {
                 k: v
                 for k, v in self.__dict__.items()
-                if k not in ("_everything", "_orders", "_active", "_forward_keys")
+                if k not in ("_everything", "_orders", "active", "_forward_keys")
             }
         )
         one.order = None
@@ -147,10 +147,6 @@ class PhasePlan:
         """
         most = int(self._counts.max())
         return self._split.take(self._split.index[: min(most, self._phase.batch_size or most)])
-
-    def active(self, step: int) -> int:
-        """Return how many clients are still training in `step`; they are a prefix of the chunk."""
-        return self._active[step]
 
     def batch(self, step: int, active: int) -> Batch:
         """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding
@@ -202,7 +198,7 @@ class PhasePlan:
             yield phase, None
             return
         for t in range(int(self.steps.max())):
-            batch = self.batch(t, self.active(t))
+            batch = self.batch(t, self.active[t])
             for inner in phase.inner:
                 yield inner, batch
 
@@ -223,12 +219,13 @@ class PhasePlan:
                 yield active, batch, self.noise(shapes, active)
             return
         for t in range(int(self.steps.max())):
-            active = self.active(t)
+            active = self.active[t]
             data = self.batch(t, active) if getattr(phase, "data", True) else {}
             yield active, data, self.noise(shapes, active)
 
     @cached_property
-    def _active(self) -> list[int]:
+    def active(self) -> list[int]:
+        """Return how many clients still train in each step; they are a prefix of the chunk."""
         return (self.steps > np.arange(self.steps.max())[:, None]).sum(1).tolist()
 
     @cached_property

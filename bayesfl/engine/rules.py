@@ -9,6 +9,7 @@ torch.func, and autograd goes back through it alone.
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,20 +56,7 @@ def linear(
     """Compute `F.linear`, as one batched product."""
     drawn, lifted = call.lifted[1], call.lifted[0]
     if bias is not None and call.lifted[2] != drawn:
-        draws = (bias if call.lifted[2] else weight).shape[1]
-        weight, bias = (
-            t if up else t.unsqueeze(1).expand(len(t), draws, *t.shape[1:])
-            for t, up in ((weight, drawn), (bias, call.lifted[2]))
-        )
-        found, inner = linear(
-            call._replace(lifted=(lifted, True, True), into=(None,) * 3), x, weight, bias
-        )
-
-        def summed(slope: Tensor) -> Slopes:
-            parts = zip(inner(slope), (True, *call.lifted[1:]), strict=True)
-            return [t if up or t is None else t.sum(1) for t, up in parts]
-
-        return found, summed
+        return at_draws(linear)(call, x, weight, bias)
     lead, shape = x.shape[:-1], weight.shape
     # Every case is one batched matrix product. If only the weights have S draws, these count as S *
     # o outputs; if only the inputs have draws, as S times the rows; if both have draws, the batch
@@ -548,49 +536,16 @@ def _elementwise(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor], *, by_output: bool = False
 ) -> Rule:
     """Return the rule of a function of single numbers, whose backward pass takes the slope, the
-    input (or the output) and the function's options.
+    input (or the output) and the function's options; arguments are those of `forward`.
     """
 
+    @wraps(forward)
     def rule(call: Call, x: Tensor, *options: Any) -> tuple[Tensor, Backward]:
-        outputs = forward(x, *options)
+        outputs = forward(call, x, *options)
         at = outputs if by_output else x
         return outputs, lambda slope: [backward(slope, at, *options)]
 
     return rule
-
-
-def relu(call: Call, x: Tensor, inplace: bool = False) -> tuple[Tensor, Backward]:
-    """Compute `F.relu`."""
-    outputs = torch.relu(x)
-    return outputs, lambda slope: [aten.threshold_backward(slope, outputs, 0)]
-
-
-def gelu(call: Call, x: Tensor, approximate: str = "none") -> tuple[Tensor, Backward]:
-    """Compute `F.gelu`."""
-    return F.gelu(x, approximate=approximate), lambda slope: [
-        aten.gelu_backward(slope, x, approximate=approximate)
-    ]
-
-
-def silu(call: Call, x: Tensor, inplace: bool = False) -> tuple[Tensor, Backward]:
-    """Compute `F.silu`."""
-    return F.silu(x), lambda slope: [aten.silu_backward(slope, x)]
-
-
-def leaky_relu(
-    call: Call, x: Tensor, negative_slope: float = 0.01, inplace: bool = False
-) -> tuple[Tensor, Backward]:
-    """Compute `F.leaky_relu`."""
-    return F.leaky_relu(x, negative_slope), lambda slope: [
-        aten.leaky_relu_backward(slope, x, negative_slope, False)
-    ]
-
-
-def elu(
-    call: Call, x: Tensor, alpha: float = 1.0, inplace: bool = False
-) -> tuple[Tensor, Backward]:
-    """Compute `F.elu`."""
-    return F.elu(x, alpha), lambda slope: [aten.elu_backward(slope, alpha, 1.0, 1.0, False, x)]
 
 
 def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes]) -> Rule:
@@ -743,20 +698,38 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((torch.flatten, Tensor.flatten), flatten),
     **dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), reshape),
     **dict.fromkeys((torch.cat, torch.concat), cat),
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), relu),
-    F.gelu: gelu,
-    F.silu: silu,
-    F.leaky_relu: leaky_relu,
-    F.elu: elu,
+    **dict.fromkeys(
+        (F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_),
+        _elementwise(
+            lambda call, x, inplace=False: torch.relu(x),
+            lambda slope, outputs, _: aten.threshold_backward(slope, outputs, 0),
+            by_output=True,
+        ),
+    ),
+    F.gelu: _elementwise(
+        lambda call, x, approximate="none": F.gelu(x, approximate=approximate),
+        lambda slope, x, approximate: aten.gelu_backward(slope, x, approximate=approximate),
+    ),
+    F.silu: _elementwise(
+        lambda call, x, inplace=False: F.silu(x), lambda slope, x, _: aten.silu_backward(slope, x)
+    ),
+    F.leaky_relu: _elementwise(
+        lambda call, x, negative_slope=0.01, inplace=False: F.leaky_relu(x, negative_slope),
+        lambda slope, x, below, _: aten.leaky_relu_backward(slope, x, below, False),
+    ),
+    F.elu: _elementwise(
+        lambda call, x, alpha=1.0, inplace=False: F.elu(x, alpha),
+        lambda slope, x, alpha, _: aten.elu_backward(slope, alpha, 1.0, 1.0, False, x),
+    ),
     **dict.fromkeys(
         (torch.tanh, Tensor.tanh, F.tanh),
-        _elementwise(torch.tanh, aten.tanh_backward, by_output=True),
+        _elementwise(lambda call, x: torch.tanh(x), aten.tanh_backward, by_output=True),
     ),
     **dict.fromkeys(
         (torch.sigmoid, Tensor.sigmoid, F.sigmoid),
-        _elementwise(torch.sigmoid, aten.sigmoid_backward, by_output=True),
+        _elementwise(lambda call, x: torch.sigmoid(x), aten.sigmoid_backward, by_output=True),
     ),
-    **dict.fromkeys((Tensor.detach, torch.detach), _elementwise(lambda x: x, lambda s, x: s)),
+    **dict.fromkeys((Tensor.detach, torch.detach), _elementwise(lambda call, x: x, lambda s, x: s)),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__iadd__), ADD),
     **dict.fromkeys(
         (torch.sub, Tensor.sub), _pair(torch.sub, lambda slope, one, other: [slope, -slope])
@@ -767,9 +740,8 @@ RULES: dict[Callable[..., Any], Rule] = {
 """The rules by function; others are `batched`."""
 LIFTING: dict[Rule, Rule] = {
     batch_norm: batch_norm_at_draws,
-    **{
-        rule: rule for rule in (linear, dropout, feature_dropout, relu, gelu, silu, leaky_relu, elu)
-    },
+    **{rule: rule for rule in (linear, dropout, feature_dropout)},
+    **{rule: rule for rule in RULES.values() if hasattr(rule, "__wrapped__")},
 }
 """Rules for tensors of which some have an axis of draws, by the rules without; of others, see
 `at_draws`.

@@ -86,6 +86,11 @@ class Alarm:
         of: What it looks at and whose model it watches, as of `Scores`; then `see` refuses scores
             of other kinds and other models.
 
+    Attributes:
+        p: The p-value of every row seen, [t].
+        uniforms: The draw u of every row seen, [t].
+        history: The evidence E_t after every row seen, [t].
+
     Raises:
         ValueError: `alpha` or `delta` is out of range, or the reference is not finite.
 
@@ -113,7 +118,7 @@ class Alarm:
         self._sorted = np.sort(_scores("reference", reference))
         self.of = of
         self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
-        self._seen = np.empty((3, 0))  # p-value, uniform draw and evidence of each row
+        self.p, self.uniforms, self.history = np.empty((3, 0))
 
     def __repr__(self) -> str:
         said = f"raised after {self.raised_after} rows" if self.raised else "not raised"
@@ -141,21 +146,6 @@ class Alarm:
         """
         reached = np.flatnonzero(self.history >= 1 / self.delta)
         return int(reached[0]) + 1 if len(reached) else None
-
-    @property
-    def history(self) -> np.ndarray:
-        """Return the evidence E_t after every row seen, [t]."""
-        return self._seen[2]
-
-    @property
-    def p(self) -> np.ndarray:
-        """Return the p-value of every row seen, [t]."""
-        return self._seen[0]
-
-    @property
-    def uniforms(self) -> np.ndarray:
-        """Return the draw u of every row seen, [t]."""
-        return self._seen[1]
 
     def see(self, scores: ArrayLike) -> "Alarm":
         """Take the scores of new rows, in the order in which they came, and return the alarm
@@ -209,7 +199,8 @@ class Alarm:
             # Not a product of matrices, whose bits depend on the number of rows.
             evidence = (np.exp(wealth) * share).sum(1)
         self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added), added)
-        self._seen = np.concatenate([self._seen, [p, u, evidence]], 1)
+        seen = [self.p, self.uniforms, self.history]
+        self.p, self.uniforms, self.history = np.concatenate([seen, [p, u, evidence]], 1)
 
     def _uniform(self, start: int, count: int) -> np.ndarray:
         """Return the draws u of the scores from `start` on, within (0, 1): of each the same,
@@ -230,7 +221,8 @@ class Alarm:
 
         The file holds the scores of the client's rows, and stays with the client.
         """
-        arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": self._seen}
+        seen = np.stack([self.p, self.uniforms, self.history])
+        arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": seen}
         said = {"alpha": self.alpha, "delta": self.delta, **self._address, "of": self.of}
         tensors = {name: torch.from_numpy(one) for name, one in arrays.items()}
         archive.write(path, "alarm", said, tensors)
@@ -245,7 +237,8 @@ class Alarm:
         said, tensors = archive.read_kind(path, "alarm")
         of = said.pop("of")
         made = cls(tensors["sorted"].numpy(), **said, of=of and (of[0], of[1]))
-        made._wealth, made._seen = tensors["wealth"].numpy(), tensors["seen"].numpy()
+        made._wealth = tensors["wealth"].numpy()
+        made.p, made.uniforms, made.history = tensors["seen"].numpy()
         return made
 
 

@@ -166,8 +166,9 @@ class Laplace(Drawn):
             diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
         prior, examples = curvature.vector(precision), sum(counts)
         inverse = _inverse(curvature, x, prior, structure, indices, diagonal, examples, weight)
-        loc = _weights(model, curvature)
-        return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
+        return cls(
+            curvature, curvature.weights, prior, diagonal, structure, examples, inverse, weight
+        )
 
     @classmethod
     @own_modes()
@@ -206,7 +207,7 @@ class Laplace(Drawn):
         tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}
         structure = cast(Structure, meta["structure"])
         check_network(path, meta["network"], meta["parameters"], curvature.module, curvature.layout)
-        if not torch.allclose(_weights(model, curvature), tensors["loc"], rtol=1e-6, atol=1e-8):
+        if not torch.allclose(curvature.weights, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(
                 f"{str(path)!r} was fitted to other weights than the model has now; load it for "
                 "the model as it was"
@@ -511,7 +512,3 @@ def _told(precision: Tensor) -> str:
     """Say in words what the precisions of a prior are."""
     least, most = float(precision.min()), float(precision.max())
     return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
-
-
-def _weights(model: nn.Module, curvature: Curvature) -> Tensor:
-    return curvature.layout.ravel(dict(model.named_parameters())).detach().double()

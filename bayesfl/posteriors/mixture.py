@@ -1,5 +1,5 @@
-"""Mixtures of M components with latent membership: responsibilities, mixture weights, and the bound
-that EM maximises.
+"""Mixtures of M components with latent membership: responsibilities, and mixture weights that
+maximise a bound by EM.
 
     p(y | x) = sum_m pi_m p_m(y | x),
     log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
@@ -32,7 +32,7 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: `weights` and `losses` differ in their number of components.
     """
-    joint = _joint(weights, losses)
+    joint = (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT
     evidence = joint.logsumexp(-1)
     return (joint - evidence.unsqueeze(-1)).exp(), evidence
 
@@ -50,23 +50,6 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
     return pi / pi.sum(-1, keepdim=True)
 
 
-def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
-    """Compute a lower bound of each example's log density under the mixture, [..., N], in nats.
-
-    EM maximises this bound. It equals the log density if `q` are the responsibilities, and is
-    smaller for any other `q`.
-
-    Args:
-        weights: Mixture weights pi [..., M].
-        losses: Negative log densities of each component, [..., M, N], in nats.
-        q: Any distributions over components, [..., N, M].
-
-    Raises:
-        ValueError: `weights` and `losses` differ in their number of components.
-    """
-    return (q * _joint(weights, losses) + torch.special.entr(q)).sum(-1)
-
-
 @declared
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Tensor:
     """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which
@@ -81,8 +64,3 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Te
     for _ in range(iterations):
         pi = mean_weights(responsibilities(pi, losses)[0], counts)
     return pi
-
-
-def _joint(weights: Tensor, losses: Tensor) -> Tensor:
-    """Compute log pi_m + log p_m(y | x) of each example and component, [..., N, M] in nats."""
-    return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

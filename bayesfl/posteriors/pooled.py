@@ -241,18 +241,13 @@ class PooledCurvature:
         """Return the prior precision, which is given or follows from the summed curvature."""
         if self.precision != "evidence":
             return self.precision
-        found = best_precision(eigenvalues(), self._weights.square().sum())
+        found = best_precision(eigenvalues(), self.curvature.weights.square().sum())
         if found is None:
             raise ValueError(
                 "the log marginal likelihood has no maximum in the prior precision, as the covered "
                 "weights are all 0 or have no curvature; give a number, as precision=1.0"
             )
         return found
-
-    @property
-    def _weights(self) -> Tensor:
-        parameters = dict(self.curvature.module.named_parameters())
-        return self.curvature.layout.ravel(parameters).detach().double()
 
     def posterior(self, state: Tensors) -> PooledPosterior:
         """Return the posterior that the survey's last state has."""
@@ -266,7 +261,7 @@ class PooledCurvature:
         own = {name: t.to(curvature.device) for name, t in state.items()}
         return PooledPosterior(
             curvature=curvature,
-            loc=self._weights,
+            loc=curvature.weights,
             precision=curvature.vector(own["precision"]),
             diagonal=own["diagonal"],
             structure=form,

@@ -2,8 +2,9 @@
 training data or on validation data.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -147,12 +148,12 @@ def by_validation(
     """
     # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
     pairs = list(labelled(held, labels, fitted.loc))
-    losses = _scores(
-        fitted,
-        x,
-        sorted(grid),
-        lambda candidate: _losses(candidate, pairs, link=link, centre=centre),
-    )
+    losses = {}
+    for precision in sorted(grid):
+        with contextlib.suppress(torch.linalg.LinAlgError):  # it has no Cholesky factor
+            found = _losses(fitted.with_precision(x, precision), pairs, link=link, centre=centre)
+            if bool(found.isfinite().all()):
+                losses[precision] = found
     each = torch.stack(list(losses.values()))
     return fitted.with_precision(
         x, tuple(losses)[largest_alike(each.sum(1), each @ each.T, each.shape[1])]
@@ -219,23 +220,3 @@ def _losses(
             for x, y in pairs
         ]
     )
-
-
-def _scores(
-    fitted: Laplace, x: Data | None, grid: Sequence[float], score: Callable[[Laplace], Tensor]
-) -> dict[float, Tensor]:
-    """Compute the score, or scores, of each precision; those without Cholesky factor or finite
-    scores are left out.
-
-    Raises:
-        ValueError: No precision of the grid works.
-    """
-    found = {}
-    for precision in grid:
-        try:
-            value = score(fitted.with_precision(x, precision))
-        except torch.linalg.LinAlgError:
-            continue
-        if bool(value.isfinite().all()):
-            found[precision] = value
-    return found

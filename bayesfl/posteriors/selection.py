@@ -188,7 +188,7 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
         [1, 2]
     """
     size = len(evidence.loc)
-    check_rule(rule)
+    check_rule("selection", rule)
     scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
     if scores.shape != (size,) or scores.isnan().any():
         raise ValueError(
@@ -215,7 +215,7 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     return chosen
 
 
-def check_rule(rule: object) -> None:
+def check_rule(name: str, rule: object) -> None:
     """Check that `rule` is a rule or the name of one.
 
     Raises:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.display.html import table, text
+from bayesfl.base.display.sheet import Shown
 from bayesfl.base.options import instance
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
@@ -127,6 +128,22 @@ class AfterFit(SiteSurvey):
         return self.likelihood.cells(state, site)
 
 
+class Kept(SiteSurvey):
+    """Ask for nothing but that each site keeps what `kept` makes."""
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"n_kept": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return 1; see `SiteSurvey`."""
+        return {"n_kept": torch.tensor(1)}
+
+    @abstractmethod
+    def kept(self, state: Tensors, site: Site, place: int) -> Any:
+        """Return what the site keeps."""
+
+
 _open: list[list["Asked"]] = []
 """The sheets on which what is asked stands, beside that of its fit; see `Released.also`."""
 
@@ -167,10 +184,9 @@ class Released:
     @property
     def bytes(self) -> Mapping[str, int]:
         """Return how many bytes each site sent in all, eight a number."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for asked in self.questions:
-            for site in asked.sites:
-                found[site] = found.get(site, 0) + uplink_bytes(asked.answer)
+            found.update(dict.fromkeys(asked.sites, uplink_bytes(asked.answer)))
         return found
 
     @property
@@ -272,6 +288,27 @@ class Released:
                 "questions": rows,
             }
         )
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Answered(Shown):
+    """Hold what is known of the sites behind a result.
+
+    Args:
+        dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
+        released: What left each site.
+    """
+
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    released: Released
+
+    @property
+    def _below(self) -> list[str]:
+        """Return the lines that stand last below a table."""
+        left = (f"left out: {site}, {why}" for site, why in self.left_out.items())
+        return [*left, str(self.released)]
 
 
 @runtime_checkable
@@ -450,9 +487,8 @@ class UsedRows(SiteSurvey):
         values = [site.weights, *(t for t in outcomes if t is not None)]
         told = b"".join([site.rows.encode(), *(t.numpy().tobytes() for t in values)])
         digest = hashlib.blake2b(told, key=self.key.encode(), digest_size=8).digest()
-        found = torch.zeros(self.sites, 4, dtype=torch.float64)
-        found[place] = torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float64))
-        return {"n_hash": found}
+        words = torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float64))
+        return {"n_hash": slot(words, place, self.sites)}
 
 
 def used_rows(asked: Questions, key: str, columns: tuple[str, ...] = ()) -> dict[str, list[float]]:
@@ -468,10 +504,10 @@ def counted(names: Sequence[str], weights: Tensor) -> dict[str, float]:
 
 
 def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
-    """Return a site's number at its own place among those of all sites, [J]: 0 elsewhere, so that
-    the sum has each site's.
+    """Return a site's number, or its numbers, at its own place among those of all sites, [J, ...]:
+    0 elsewhere, so that the sum has each site's.
     """
-    found = torch.zeros(sites, dtype=torch.float64)
+    found = torch.zeros(sites, *torch.as_tensor(value).shape, dtype=torch.float64)
     found[place] = value
     return found
 

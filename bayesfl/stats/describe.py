@@ -9,12 +9,12 @@ import pandas
 import torch
 from torch import Tensor
 
-from bayesfl.base.display.sheet import Sheet, Shown, of_frame
+from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, refined, slot
+from bayesfl.stats.asking import Answered, Questions, Sites, SiteSurvey, refined, slot
 from bayesfl.stats.survival.groups import group
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
@@ -120,8 +120,8 @@ class Totals(Grouped):
             found["sum"][g] = weights @ x
         found["n_other"] += ((x != 0) & (x != 1)).sum(0)
         found["n_outcome"] += 0 if site.y is None else len(x)
-        found["n_missing"][place] = torch.tensor(site.missing)
-        return found | {"n_dropped": slot(site.dropped, place, self.sites)}
+        of_site = {"n_missing": torch.tensor(site.missing), "n_dropped": site.dropped}
+        return found | {name: slot(n, place, self.sites) for name, n in of_site.items()}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the means at first, then better ones and units, until these are known."""
@@ -205,7 +205,7 @@ def _in_steps(below: Tensor, x: Tensor, step: int) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Description(Shown):
+class Description(Answered):
     """Hold a description of the rows of all sites by group, as in a paper's first table; see
     `describe`.
 
@@ -214,9 +214,6 @@ class Description(Shown):
             group, and `all`.
         differences: Series of pandas, by column: the largest standardised difference between two
             groups.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
-        released: What left each site.
 
     Example:
         >>> import pandas as pd
@@ -229,9 +226,6 @@ class Description(Shown):
 
     statistics: Any
     differences: Any
-    dropped: dict[str, int]
-    left_out: dict[str, str]
-    released: Released
 
     def table(self) -> Any:
         """Return the texts of a printed table as a data frame of pandas: mean (sd) and median
@@ -269,8 +263,7 @@ class Description(Shown):
             "mean (sd), median [quartiles] of numbers, to a thousandth of the sd; count (share) of "
             "truth values; the largest standardised difference between two groups",
             *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
-            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            str(self.released),
+            *self._below,
         ]
         return of_frame(self.table(), notes=lines)
 

@@ -13,7 +13,6 @@ from bayesfl.base.display.sheet import of_frame
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient, Survey
-from bayesfl.stats import newton
 from bayesfl.stats.asking import AfterFit, Questions, Released, slot
 from bayesfl.stats.families import saturated
 from bayesfl.stats.tables import Site
@@ -197,7 +196,7 @@ def diagnose(
     """
     names = asked.sites.names
     looks = asked.conduct(Looks(survey, state, len(names)))
-    least, alone = float(looks["saturated"]), newton.minimum(asked.conduct(null)).loss
+    least, alone = float(looks["saturated"]), float(asked.conduct(null)["loss"])
     unit = survey.outcome_scale**2
     parameters = len(state["theta"]) + survey.per_site * len(names)
     own_scale = survey.family == "negative_binomial"

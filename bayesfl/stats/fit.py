@@ -16,14 +16,15 @@ from torch import Tensor
 
 from bayesfl.base.display.html import facts, picture, table, text
 from bayesfl.base.display.page import Section, write_page
-from bayesfl.base.display.sheet import Sheet, Shown, of_frame
+from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.processes.ranks import current
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released, Sites, with_likelihood
+from bayesfl.stats.asking import Answered, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
-from bayesfl.stats.newton import Minimum, eigen
+from bayesfl.stats.newton import eigen
 from bayesfl.stats.tables import Weighing
 
 Errors = Literal["model", "sandwich", "site"]
@@ -72,7 +73,7 @@ def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Refits(Shown, ABC):
+class Refits(Answered, ABC):
     """A fit that can be repeated without some of its sites.
 
     A subclass has `table`, whose first column are the estimates, and `_facts`.
@@ -81,22 +82,16 @@ class Refits(Shown, ABC):
         model: What was fitted, in words.
         names: Names of the parameters.
         rows: {site: its number of rows, each as often as it counts}.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
         said: What else to know of the estimates, in words.
-        released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
 
     model: str
     names: tuple[str, ...]
     rows: Mapping[str, float]
-    dropped: Mapping[str, float]
-    left_out: Mapping[str, str]
     events: Mapping[str, float] = field(default_factory=dict)
     said: tuple[str, ...] = ()
-    released: Released
     refit: Callable[[Sequence[str]], Any]
 
     @property
@@ -590,7 +585,7 @@ def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
     return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
 
 
-def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
+def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
     Where columns separate the outcome, the sum falls as e^-t along a direction, so that steps keep
@@ -598,26 +593,28 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     length depends on no unit of weights or columns.
 
     Args:
-        found: The minimum.
+        state: Newton's last.
         names: Names of the parameters.
 
     Raises:
         ValueError: It is singular: the outcome is separated by some columns, or these are linearly
             dependent.
     """
-    values, vectors, size = eigen(found.hessian)
-    length = float(found.moved @ found.first @ found.moved)
+    values, vectors, size = eigen(state["hessian"])
+    # The last step is of the size of rounding, but where the sum falls without end.
+    moved, first = state["theta"] - state["best"], state["first"]
+    length = float(moved @ first @ moved)
     if not len(values) or (float(values[0]) >= 1e-10 and length <= MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure
     # sums; separated ones in the end.
-    at_first, directions, _ = eigen(found.first)
+    at_first, directions, _ = eigen(first)
     least = int(at_first.abs().argmin())
     if float(at_first.abs()[least]) < 1e-6:
         sizes = directions[:, least].abs()
         raise ValueError(f"{_involved(sizes, names)} are linearly dependent: leave one out")
-    sizes = found.moved if length > MOVING else vectors[:, 0] / size
+    sizes = moved if length > MOVING else vectors[:, 0] / size
     raise ValueError(separation(sizes.abs(), names))
 
 

@@ -28,6 +28,7 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
     AfterFit,
+    Kept,
     Questions,
     Sites,
     SiteSurvey,
@@ -50,8 +51,7 @@ from bayesfl.stats.fit import (
     refuse_alone,
     separation,
 )
-from bayesfl.stats.tables import Site, Tables
-from bayesfl.stats.terms import numbers
+from bayesfl.stats.tables import Site, Tables, offsets
 
 INTERCEPT_SD = 10.0
 """Standard deviation of the intercepts' prior, where the coefficients have one."""
@@ -403,23 +403,15 @@ class SiteMeat(Meat):
 
 
 @dataclass(frozen=True)
-class OwnIntercept(AfterFit):
+class OwnIntercept(Kept, AfterFit):
     """Tell sites on other machines the `estimate` for columns as they are, beside which each keeps
-    an intercept of its own; it answers nothing but that it did.
+    an intercept of its own.
 
     Args:
         names: Names of the shared parameters.
     """
 
     names: tuple[str, ...] = ()
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an answer."""
-        return {"n_kept": ()}
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return the number of models; see `SiteSurvey`."""
-        return {"n_kept": torch.tensor(1)}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the site's own model, with a column for each parameter."""
@@ -547,32 +539,32 @@ def regression(
         unit=unit_of(sums),
     )
     state = asked.conduct(survey)
-    found = newton.minimum(state)
+    theta, least = state["theta"], float(state["loss"])
     names = (() if per_site else ("(intercept)",)) + columns + rule.own
     rows = {name: rows[name] for name in kept}
     n = sum(rows.values())
     free = len(names) + per_site * len(kept)
     if state["separated"]:
         raise ValueError(
-            separation(found.theta.abs(), names)
+            separation(theta.abs(), names)
             if family == "binomial"
             else "all outcomes of some rows are 1, and their probability becomes 1, where the log "
             "link ends: leave out the terms that separate them, or take family='poisson' with "
             "errors='sandwich', whose coefficients are logarithms of risk ratios, too"
         )
-    if family == "negative_binomial" and found.hessian[-1, -1] < FLAT:
+    if family == "negative_binomial" and state["hessian"][-1, -1] < FLAT:
         raise ValueError(
             "counts vary no more than Poisson's, so that alpha is 0: take family='poisson'"
         )
-    bread = covariance = inverse(found, names)
+    bread = covariance = inverse(state, names)
     if family == "negative_binomial" and bread[-1, -1] > 1:  # alpha is below its standard error
         warn(
-            f"counts hardly vary more than Poisson's: alpha is {float(found.theta[-1].exp()):.2g} "
-            f"and its error {float(found.theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
+            f"counts hardly vary more than Poisson's: alpha is {float(theta[-1].exp()):.2g} "
+            f"and its error {float(theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
             "family='poisson'"
         )
-    penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
-    loss = plain = found.loss - float(penalty)
+    penalty = (survey.strength() * theta**2).sum() / 2 + state.get("penalty", 0.0)
+    loss = plain = least - float(penalty)
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - free
@@ -581,11 +573,11 @@ def regression(
                 f"{n:g} rows, each as often as it counts, are too few for the errors of "
                 f"{free} coefficients: leave terms out"
             )
-        if found.loss <= 0:
+        if least <= 0:
             raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
-        variance = 2 * found.loss / degrees
+        variance = 2 * least / degrees
         covariance = covariance * variance
-        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1) + n * math.log(unit)
+        loss = n / 2 * (math.log(2 * math.pi * 2 * least / n) + 1) + n * math.log(unit)
     first = int(not per_site)
     change = torch.nn.functional.pad(1 / scale, (first, len(rule.own)), value=1.0).diag()
     change[:first, first : first + len(scale)] = -centre / scale
@@ -594,7 +586,7 @@ def regression(
         covariance, degrees = bread @ meat @ bread, None
     if errors == "site":
         covariance, degrees = _by_site(asked, survey, state, bread, change, names)
-    estimate, covariance = unit * change @ found.theta, unit**2 * change @ covariance @ change.T
+    estimate, covariance = unit * change @ theta, unit**2 * change @ covariance @ change.T
     estimate[:first] += middle
     own = {}
     if per_site and isinstance(sites, Tables) and asked.through is None:
@@ -608,9 +600,7 @@ def regression(
         start = own[site] if per_site else estimate[0]
         x = sites.design(frame)
         eta = x @ estimate[first : first + x.shape[1]] + start
-        if sites.offset is not None:
-            eta = eta + torch.tensor(numbers(frame, sites.offset, "the frame"))
-        return rule.mean(eta)
+        return rule.mean(eta + offsets(frame, sites.offset))
 
     def diagnostics(level: float, *, counts: bool = True) -> Diagnostics:
         null = replace(survey, columns=0, prior=None, centre=(), scale=())
@@ -618,8 +608,7 @@ def regression(
 
     def own_slopes() -> Any:
         def evidence(names: Sequence[str]) -> float:
-            state = asked.again(names).conduct(survey)
-            return _evidence(survey, state, newton.minimum(state), len(names))
+            return _evidence(survey, asked.again(names).conduct(survey), len(names))
 
         whole = evidence(kept)
         others = {site: evidence([name for name in kept if name != site]) for site in kept}
@@ -651,7 +640,7 @@ def regression(
         likelihood=f"the {'density' if family == 'gaussian' else 'probability'} of {outcome!r}",
         degrees=degrees,
         scale=unit**2 * variance,
-        evidence=None if prior is None else _evidence(survey, state, found, len(kept)),
+        evidence=None if prior is None else _evidence(survey, state, len(kept)),
         own_intercepts=own,
         weighing=sites.weighing,
         further=further,
@@ -694,7 +683,7 @@ def _silent(family: str, rows: Mapping[str, float], events: Mapping[str, float])
     return {name: told.format(rows[name]) for name, told in why.items()}
 
 
-def _evidence(survey: Likelihood, state: Tensors, found: newton.Minimum, sites: int) -> float:
+def _evidence(survey: Likelihood, state: Tensors, sites: int) -> float:
     """Return Laplace's log marginal likelihood under the prior, in nats: of the parameters of the
     family's own, which have none, under a density of 1.
     """
@@ -703,5 +692,5 @@ def _evidence(survey: Likelihood, state: Tensors, found: newton.Minimum, sites: 
     if survey.per_site:
         density = density - sites * math.log(INTERCEPT_SD) - state["volume"]
     flat = int((strength == 0).sum())
-    around = flat / 2 * math.log(2 * math.pi) - torch.linalg.slogdet(found.hessian).logabsdet / 2
-    return -found.loss + float(density + around)
+    around = flat / 2 * math.log(2 * math.pi) - torch.linalg.slogdet(state["hessian"]).logabsdet / 2
+    return float(density + around - state["loss"])

@@ -42,8 +42,10 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, Weighted, weighted
+from bayesfl.posteriors.linearised import symmetric_root
 from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
+    Kept,
     Questions,
     Sites,
     SiteSurvey,
@@ -57,8 +59,8 @@ from bayesfl.stats.asking import (
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
 from bayesfl.stats.fit import Compared, inverse, summaries
 from bayesfl.stats.hierarchy import Groups, Phi
-from bayesfl.stats.tables import Site, Tables
-from bayesfl.stats.terms import column_of, numbers
+from bayesfl.stats.tables import Site, Tables, offsets
+from bayesfl.stats.terms import column_of
 
 FAR = 1000.0
 """A draw that is left out is so many nats less likely than all others."""
@@ -494,9 +496,9 @@ class Draws(Hierarchy):
 
 
 @dataclass(frozen=True)
-class Own(Hierarchy):
+class Own(Kept, Hierarchy):
     """Tell sites on other machines the draws of phi, by which each makes draws of its own
-    coefficients and keeps them; it answers how many.
+    coefficients and keeps them.
 
     Args:
         at: The draws, [K, q].
@@ -509,14 +511,6 @@ class Own(Hierarchy):
     chosen: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     seed: int = 0
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"n_kept": ()}
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return the number of draws; see `SiteSurvey`."""
-        return {"n_kept": torch.tensor(len(self.chosen))}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return draws of the site's own coefficients, of columns as they are, with a row for each
@@ -757,19 +751,11 @@ class Mixed(Compared):
             raise ValueError(f"there is no {group if names else site!r} here; there are {told}")
         for level in new:
             noise = torch.from_numpy(rng.standard_normal(level.covariance.shape[:2]))
-            effects = (_root(level.covariance) @ noise[..., None])[..., 0]
+            effects = (symmetric_root(level.covariance) @ noise[..., None])[..., 0]
             own = own + effects @ torch.eye(own.shape[-1], dtype=own.dtype)[list(level.places)]
         x = self.design(frame)
         eta = own[:, :1] + own[:, 1:] @ x.T
-        if self.offset is not None:
-            eta = eta + torch.from_numpy(numbers(frame, self.offset, "the frame"))
-        return self.link(eta)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """Return the symmetric root of covariances [..., r, r], which may be singular."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+        return self.link(eta + offsets(frame, self.offset))
 
 
 @declared
@@ -865,26 +851,19 @@ def mixed(
     begin -= float(sums["offset_mean"]) / unit
     at = (begin, *[0.0] * (p - 1), *[math.log(0.5)] * r, *[0.0] * (pairs + n_own))
     state = asked.conduct(replace(survey, at=at))
-    found = newton.minimum(state)
+    theta = state["theta"]
     # Of separated outcomes there is no posterior under a flat prior; it raises.
-    beta = newton.Minimum(
-        theta=found.theta[:p],
-        loss=found.loss,
-        hessian=found.hessian[:p, :p],
-        moved=found.moved[:p],
-        first=found.first[:p, :p],
+    inverse(
+        {name: t[:p, :p] if t.dim() == 2 else t[:p] for name, t in state.items() if t.dim()}, names
     )
-    inverse(beta, names)
-    drawn = _integrated(asked, survey, found, model, state["n_groups"], draws, seed)
+    drawn = _integrated(asked, survey, state, model, draws, seed)
     phi, chosen = drawn.phi, drawn.chosen()
-    root = survey.phi(found.theta).root
-    root = _root(root @ root.mT)
-    at = torch.cat(
-        [found.theta[:p], root.diagonal(), root[*survey.pairs], found.theta[p + r + pairs :]]
-    )
+    root = survey.phi(theta).root
+    root = symmetric_root(root @ root.mT)
+    at = torch.cat([theta[:p], root.diagonal(), root[*survey.pairs], theta[p + r + pairs :]])
     best = Maximum(**model, sites=survey.sites, at=tuple(at.tolist()))
-    most = newton.minimum(asked.conduct(best))
-    known, point = most.hessian[:p, :p], best.phi(most.theta)
+    most = asked.conduct(best)
+    known, point = most["hessian"][:p, :p], best.phi(most["theta"])
     keep = Own(
         **model,
         at=tuple(map(tuple, phi.tolist())),
@@ -923,7 +902,7 @@ def mixed(
         others=others,
         estimate=estimate | {name: float(t) for name, t in at_most.items()},
         errors=dict(zip(names, errors.tolist(), strict=True)),
-        log_likelihood=-most.loss + in_unit + of_columns,
+        log_likelihood=-float(most["loss"]) + in_unit + of_columns,
         own={site.name: keep.draws(site, place) for place, site in here.items()},
         groups={site.name: survey.labels(site)[1] for site in here.values()},
         rows=counted(sites.names, sums["rows"]),
@@ -1001,9 +980,8 @@ def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
 def _integrated(
     asked: Questions,
     survey: Mode,
-    found: newton.Minimum,
+    state: Tensors,
     model: Mapping[str, Any],
-    groups: Tensor,
     draws: int,
     seed: int,
 ) -> Weighted:
@@ -1012,19 +990,19 @@ def _integrated(
     Raises:
         ValueError: k-hat stays above .7.
     """
-    values, vectors = torch.linalg.eigh(found.hessian)
+    values, vectors = torch.linalg.eigh(state["hessian"])
     least = 1e-8 * float(values.abs().max())
     p = survey.sizes[0]
-    survey = survey.besides(found.hessian[:p, :p], found.theta[p:], groups)
+    survey = survey.besides(state["hessian"][:p, :p], state["theta"][p:], state["n_groups"])
 
     def value(phi: Tensor) -> Tensor:
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
         return total["log_likelihood"] + survey.log_prior(phi, survey.prior)
 
     def around(_: Any, centre: Tensor, covariance: Tensor) -> Proposal:
-        return Proposal(centre, covariance, p, partial(survey.given, groups=groups))
+        return Proposal(centre, covariance, p, partial(survey.given, groups=state["n_groups"]))
 
     covariance = (vectors / values.abs().clamp_min(least)) @ vectors.T
     remedy = "take fewer effects, more draws=, or a smaller tau_scale="
-    first = around(None, found.theta, covariance)
+    first = around(None, state["theta"], covariance)
     return weighted(first, value, around, count=draws, seed=seed, remedy=remedy)

@@ -1,7 +1,5 @@
 """Newton's method on sums over sites: a step for each question, halved where the sum rose."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,26 +14,6 @@ rise after it is rounding, as of secure sums, and is no reason to halve it.
 """
 ROUNDING = 1e-11
 """A rise of this share of the sum is rounding."""
-
-
-@dataclass(frozen=True)
-class Minimum:
-    """A minimum of a sum over sites.
-
-    Args:
-        theta: Where it is, [q], a step after the last question.
-        loss: The sum, in nats, and
-        hessian: its Hessian [q, q], at the last question.
-        moved: The last step, [q]: of the size of rounding, but along directions in which the sum
-            falls without end.
-        first: Its Hessian at the first, [q, q], which is singular where columns depend on others.
-    """
-
-    theta: Tensor
-    loss: float
-    hessian: Tensor
-    moved: Tensor
-    first: Tensor
 
 
 def begin(start: Tensor) -> Tensors:
@@ -99,9 +77,3 @@ def eigen(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.where(size > 0, size, 1.0)
     values, vectors = torch.linalg.eigh((hessian + hessian.T) / 2 / torch.outer(size, size))
     return values, vectors, size
-
-
-def minimum(state: Tensors) -> Minimum:
-    """Return the minimum that the last state holds."""
-    moved = state["theta"] - state["best"]
-    return Minimum(state["theta"], float(state["loss"]), state["hessian"], moved, state["first"])

@@ -152,7 +152,11 @@ class Policy:
             "min_sites": lambda: question.hidden and len(tables.sites) < self.min_sites,
             "min_level of a cell": lambda: (
                 not exact
-                and any(_smallest(cells) < self.min_level for cells in survey.cells(state, site))
+                and any(
+                    int(labels.unique(return_counts=True)[1].min()) < self.min_level
+                    for labels in survey.cells(state, site)
+                    if len(labels)
+                )
             ),
             "min_rows of weights": lambda: (
                 not self.even(survey.row_weights(state, site), site.counts).all()
@@ -298,8 +302,3 @@ def _categories(site: "Site", question: Question) -> list[str]:
         if values.nunique() == 2 or values.dtype.kind not in "iuf":
             found.add(name)
     return sorted(found)
-
-
-def _smallest(labels: Tensor) -> float:
-    """Return how many rows the label has that fewest of them [n] have."""
-    return float(labels.unique(return_counts=True)[1].min()) if len(labels) else torch.inf

@@ -450,6 +450,13 @@ def design(frame: Any, terms: Sequence[Any], site: str = "the frame") -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros((len(frame), 0)), *parts], 1))
 
 
+def offsets(frame: Any, column: str | None) -> Tensor:
+    """Return what is added to the linear predictors of a frame's rows, by a column, [n]; 0 where
+    there is none.
+    """
+    return torch.tensor(0.0 if column is None else numbers(frame, column, "the frame"))
+
+
 def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:
     """Say which columns lack values, and in how many rows one at least does."""
     names = dict.fromkeys([*(name for term in terms for name in term.variables), *wanted])

@@ -1,6 +1,5 @@
 """Made-up data that several files of tests use."""
 
-import gzip
 import struct
 
 import numpy as np
@@ -9,20 +8,20 @@ import torch
 from bayesfl.data import Source
 
 
-def write_idx(path, array, zipped=False):
+def write_idx(path, array):
     data = (
         struct.pack(">BBBB", 0, 0, 8, array.ndim)
         + struct.pack(f">{array.ndim}I", *array.shape)
         + array.tobytes()
     )
-    path.write_bytes(gzip.compress(data) if zipped else data)
+    path.write_bytes(data)
 
 
 def images(n, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size=(n, *shape), dtype=np.uint8)
 
 
-def write_mnist(root, folder="MNIST", zipped=False):
+def write_mnist(root, folder="MNIST"):
     raw = root / folder / "raw"
     raw.mkdir(parents=True)
     arrays = {
@@ -34,7 +33,7 @@ def write_mnist(root, folder="MNIST", zipped=False):
         "t10k-labels-idx1": np.arange(10, dtype=np.uint8),
     }
     for name, array in arrays.items():
-        write_idx(raw / f"{name}-ubyte{'.gz' if zipped else ''}", array, zipped)
+        write_idx(raw / f"{name}-ubyte", array)
     return arrays
 
 

@@ -46,7 +46,7 @@ def batches(made: PhasePlan) -> list[list[Tensor]]:
     """
     data, seen = split(), [[] for _ in made.ids]
     for t in range(int(made.steps.max())):
-        active = made.active(t)
+        active = made.active[t]
         batch = made.batch(t, active)
         assert {len(value) for value in batch.values()} == {active}
         assert batch["weight"].dtype == torch.float64
@@ -68,7 +68,7 @@ def test_steps_of_unequal_clients():
     """
     made = plan(phase(epochs=2, batch_size=3))
     assert made.steps.tolist() == [6, 6, 4, 2]
-    assert [made.active(t) for t in range(6)] == [4, 4, 3, 3, 2, 2]
+    assert [made.active[t] for t in range(6)] == [4, 4, 3, 3, 2, 2]
     assert plan(phase(epochs=2)).steps.tolist() == [2, 2, 2, 2]
     assert plan(phase(epochs=2, batch_size=100)).steps.tolist() == [2, 2, 2, 2]
 
@@ -100,9 +100,9 @@ def test_last_short_batch_is_padded_with_weight_zero():
     alone without.
     """
     made = plan(phase(batch_size=3))
-    widths = [made.batch(t, made.active(t))["weight"].shape[1] for t in range(3)]
+    widths = [made.batch(t, made.active[t])["weight"].shape[1] for t in range(3)]
     assert widths == [3, 3, 1]
-    second = made.batch(1, made.active(1))["weight"]
+    second = made.batch(1, made.active[1])["weight"]
     assert second.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
 
 
@@ -120,7 +120,7 @@ def test_steps_win_over_epochs():
     """A number of steps is the same for everyone; passes follow one another, the last one cut."""
     made = plan(phase(epochs=50, steps=4, batch_size=3))
     assert made.steps.tolist() == [4, 4, 4, 4]
-    assert [made.active(t) for t in range(4)] == [4, 4, 4, 4]
+    assert [made.active[t] for t in range(4)] == [4, 4, 4, 4]
     whole = batches(plan(phase(epochs=4, batch_size=3)))
     for found, full in zip(batches(made), whole, strict=True):
         assert [b.tolist() for b in found] == [b.tolist() for b in full[:4]]
@@ -183,7 +183,7 @@ def test_a_client_alone_sees_what_it_sees_in_the_chunk(size):
     together = batches(shared)
     noise: list[list[Tensor]] = [[] for _ in ORDER]
     for t in range(int(shared.steps.max())):
-        for c, drawn in enumerate(shared.noise(SHAPES, shared.active(t))["head"]):
+        for c, drawn in enumerate(shared.noise(SHAPES, shared.active[t])["head"]):
             noise[c].append(drawn)
     for c, client in enumerate(ORDER):
         for one in (taken.client(c), plan(phase(epochs=2, batch_size=size), ORDER[c : c + 1])):
@@ -288,7 +288,7 @@ def test_batches_say_their_environments(size):
         dtype=torch.float64,
     )
     for t in range(int(made.steps.max())):
-        batch = made.batch(t, made.active(t))
+        batch = made.batch(t, made.active[t])
         environment = batch["environment"]
         assert environment.dtype == torch.float64
         assert environment.shape == (*batch["weight"].shape, 3)

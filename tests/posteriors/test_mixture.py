@@ -29,19 +29,6 @@ def test_golden():
     assert_close(evidence, torch.tensor([-1.06176042], dtype=torch.float64), atol=1e-8, rtol=0)
 
 
-def test_the_bound_is_tight_at_the_responsibilities():
-    """There it is the log density, elsewhere less, by the divergence of q from them."""
-    pi, losses = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), table()
-    q, evidence = mixture.responsibilities(pi, losses)
-    assert_close(mixture.bound(pi, losses, q), evidence, atol=1e-12, rtol=0)
-    other = torch.rand(
-        12, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    ).softmax(-1)
-    gap = (other * (other.log() - q.log())).sum(-1)
-    assert_close(evidence - mixture.bound(pi, losses, other), gap, atol=1e-12, rtol=0)
-    assert bool((gap > 0).all())
-
-
 def test_small_densities():
     """exp(-l) is 0 in every precision; the responsibilities are those of the differences."""
     losses = torch.tensor([[2000.0], [2001.0]])

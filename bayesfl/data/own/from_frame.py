@@ -20,7 +20,7 @@ from bayesfl.data.names import ordered, places_of
 from bayesfl.data.own.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.sources import SourceInfo
-from bayesfl.data.tables.columns import Columns, learnt, statistics_of, warn_of_rows
+from bayesfl.data.tables.columns import Columns, learnt, statistics_of
 from bayesfl.data.tables.frame_warnings import few, of_columns, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order, tidied
@@ -105,7 +105,7 @@ def from_frame(
         FederatedData(frame, 2 clients; train 16, test 4)
     """
     table, names = _opened(frame, client, target, group, categories)
-    here = columns is None
+    given = columns
     if columns is not None:
         task = task or ("regression" if columns.outputs is None else None)
         table.need([part.name for part in columns.parts], "columns=")
@@ -144,9 +144,7 @@ def from_frame(
         "categories": list(categories),
         "task": data.task,
     }
-    x, strange = columns.applied(table)
-    if not here:
-        warn_of_rows(strange)
+    x = columns.applied(table)[0] if given is None else columns.apply(table)
     return _with_inputs(data, torch.from_numpy(x), columns, about), columns
 
 

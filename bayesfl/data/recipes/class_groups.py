@@ -70,8 +70,7 @@ def dominant_classes(
         >>> torch.bincount(clients.train.client(0)[1], minlength=10).tolist()
         [15, 14, 14, 1, 1, 1, 1, 1, 1, 1]
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     count = opened.outputs
     if groups is None:
         groups = [[(2 * g + k) % count for k in range(3)] for g in range(-(-count // 2))]
@@ -152,10 +151,11 @@ def label_groups(
         >>> clients.train.client(0)[1].unique().tolist()
         [0, 1, 2, 3, 4]
     """
-    opened = options.open()
-    y = np.concatenate(options.classes(opened))
+    opened, *y = options.by_class()
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
-    rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), options.rng)
+    rows = partitions.deal_exactly(
+        np.concatenate(y), held, opened.outputs, (train, test), options.rng
+    )
     options.recipe["pooled"] = True
     return options.federate(
         opened,

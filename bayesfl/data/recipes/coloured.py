@@ -88,10 +88,9 @@ def coloured(
         >>> bf.data.coloured("digits", agreement=(0.9, 0.8))
         FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
     """
-    opened = options.load()
+    opened = options.by_class()[0]
     nested = [[_share("agreement", one) for one in np.ravel(own).tolist()] for own in agreement]
     options.recipe["agreement"] = nested
-    options.classes(opened)
     parts = [
         (client, environment)
         for client, own in enumerate(nested)

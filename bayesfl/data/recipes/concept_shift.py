@@ -55,8 +55,7 @@ def concept_drift(
         >>> clients.classes  # pairs of digits
         5
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     groups = shared.superclass_groups(opened, superclasses)
     size = len(groups[0])
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[np.concatenate(groups)].min())
@@ -117,8 +116,7 @@ def swapped_labels(
         >>> clients.recipe["names"][1]
         [0, 3, 2, 1, 4, 5, 6, 7, 8, 9]
     """
-    opened = options.open()
-    options.classes(opened)
+    opened = options.by_class()[0]
     count = opened.outputs
     ways = math.comb(count, 2 * swaps) * math.prod(range(1, 2 * swaps, 2))
     if groups - 1 > ways:

@@ -2,7 +2,6 @@
 and its inverse.
 """
 
-import gzip
 import logging
 import string
 from pathlib import Path
@@ -65,42 +64,21 @@ _FASHION = (
 _NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """Read an array of unsigned bytes in the idx format of MNIST; one whose name ends in `.gz` is
-    gzipped.
-
-    Raises:
-        ValueError: The file is no such array, or is truncated, as NumPy says.
-    """
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        data = file.read()
-    shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
-
-
 def read_images(name: str, root: Path, download: bool) -> Source:
     """Read an image data set from the folder `root`, and standardise it by its usual means and
     deviations.
 
     Raises:
         FileNotFoundError: The files are absent, and `download` is False.
-        ImportError: torchvision is needed and not installed.
-        ValueError: A file is damaged.
+        RuntimeError: torchvision finds some files only, and `download` is False.
     """
     looked = [root / f"{name}.npz", root / f"{name.replace('-', '_')}.npz"]
     for path in dict.fromkeys(looked):
         if path.is_file():
             with np.load(path, allow_pickle=False) as file:
                 return _standardised(name, {key: file[key] for key in file.files})
-    if name in ("mnist", "fashion-mnist"):
-        folder = root / _FOLDER[name] / "raw"
-        looked += [folder / "*-ubyte", folder / "*-ubyte.gz"]
-        arrays = _idx_arrays(folder)
-        if arrays is not None:
-            return _standardised(name, arrays)
-    else:
-        looked.append(root / _FOLDER[name])
-    if download or (_FOLDER[name] not in ("MNIST", "FashionMNIST") and looked[-1].is_dir()):
+    looked.append(root / _FOLDER[name])
+    if download or looked[-1].is_dir():
         return _standardised(name, _torchvision_arrays(name, root, download))
     places = "\n  ".join(dict.fromkeys(map(str, looked)))
     raise FileNotFoundError(
@@ -108,19 +86,6 @@ def read_images(name: str, root: Path, download: bool) -> Source:
         f"torchvision fetch it into {root}, put one of these files there, or name another folder "
         "by root= or by the environment variable BAYESFL_DATA"
     )
-
-
-def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
-    """Read the four arrays of MNIST's layout; None if one of them is absent."""
-    names = {
-        "x_train": "train-images-idx3",
-        "y_train": "train-labels-idx1",
-        "x_test": "t10k-images-idx3",
-        "y_test": "t10k-labels-idx1",
-    }
-    # a file that is not packed comes first
-    found = {key: sorted(folder.glob(f"{stem}-ubyte*")) for key, stem in names.items()}
-    return {key: read_idx(one[0]) for key, one in found.items()} if all(found.values()) else None
 
 
 def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.ndarray]:

@@ -42,8 +42,7 @@ def labels_per_client(
         >>> clients.train.client(0)[1].unique().tolist()
         [2, 3]
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     rng = options.rng
     held = partitions.spread_labels(opened.outputs, clients, labels, rng)
     train = partitions.deal_labels(y_train, held, opened.outputs, sizes == "equal", rng)
@@ -88,8 +87,7 @@ def shards(
         >>> clients.counts["train"].tolist()
         [360, 358, 360, 360]
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     rng = options.rng
     train = partitions.shards(y_train, clients, shards, rng)
     counts = np.stack(
@@ -141,8 +139,7 @@ def dirichlet(
         >>> bf.data.dirichlet("digits", clients=4, alpha=0.1).counts["train"].tolist()
         [209, 243, 435, 551]
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     shared.check_clients(clients, len(y_train) // min_size, f"sets of {min_size} training examples")
     rng, kinds = options.rng, opened.outputs
     if label_clusters is None:
@@ -214,8 +211,7 @@ def pachinko(
         >>> clients.counts["train"].tolist()
         [100, 100, 100, 100]
     """
-    opened = options.open()
-    y_train, y_test = options.classes(opened)
+    opened, y_train, y_test = options.by_class()
     groups = shared.superclass_groups(opened, superclasses)
     sizes = np.bincount(y_train, minlength=opened.outputs)
     rows = int(sizes[[k for group in groups for k in group]].sum())

@@ -26,10 +26,10 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
     `digits` and `diabetes` come with scikit-learn. The others are looked for in `root`, else in the
     folder that the environment variable BAYESFL_DATA names, else in the user's cache
     (`~/.cache/bayesfl/datasets` on Linux): as `<name>.npz` (`x_train`, `x_test` uint8 images,
-    `y_train`, `y_test`), as the original idx files (`MNIST/raw`, `FashionMNIST/raw`, gzipped or
-    not), as `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as
-    `shakespeare/moby_plays.txt`, or as torchvision stores them. `emnist-letters` is used in place
-    of EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
+    `y_train`, `y_test`), as `heart_disease/heart.csv` or the repository's
+    `heart_disease/processed.*.data`, as `shakespeare/moby_plays.txt`, or as torchvision stores
+    images, which reads them then, MNIST's unpacked in `MNIST/raw`. `emnist-letters` is used in
+    place of EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
 
     Args:
         name: The data set's name.

@@ -219,18 +219,19 @@ class Options:
             environment=environment,
         )
 
-    def classes(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        """Return the class of each training row, and that of each test row.
+    def by_class(self) -> tuple[Source, np.ndarray, np.ndarray]:
+        """Return the source, the class of each training row, and that of each test row.
 
         Raises:
-            ValueError: The data set is for regression.
+            ValueError: The data set is for regression, or as by `open`.
         """
+        source = self.open()
         if source.task != "classification":
             raise ValueError(
                 f"{self.recipe['recipe']} shares data out by class, {source.info.name!r} is a "
                 "regression: use iid, or diabetes(by=...)"
             )
-        return source.y_train.numpy(), source.y_test.numpy()
+        return source, source.y_train.numpy(), source.y_test.numpy()
 
 
 def recipe(

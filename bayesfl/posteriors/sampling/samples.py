@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base import archive
-from bayesfl.base.inputs import Inputs
+from bayesfl.base.inputs import Inputs, in_precision
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import Count, Natural, declared
@@ -27,7 +27,6 @@ from bayesfl.posteriors.sampling.stored import (
     likelihood_text,
     network_of,
 )
-from bayesfl.posteriors.sampling.target import own
 
 
 @in_own_modes
@@ -87,7 +86,12 @@ class Samples:
         with torch.no_grad():
             return torch.cat(
                 [
-                    torch.stack([self._at(w, own(inputs, like)) for w in self.draws.flatten(0, 1)])
+                    torch.stack(
+                        [
+                            self._at(w, in_precision(inputs, like.dtype))
+                            for w in self.draws.flatten(0, 1)
+                        ]
+                    )
                     for inputs in batches(x, like)
                 ],
                 1,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, at, count, each, in_precision, named
+from bayesfl.base.inputs import Inputs, at, count, in_precision, named
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
@@ -200,11 +200,6 @@ class Target:
 def _floats(y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return targets in a precision; labels stay whole numbers."""
     return y.to(dtype) if y.is_floating_point() else y
-
-
-def own(x: Any, like: Tensor) -> Any:
-    """Return tensors on the device of `like`, floats in its precision."""
-    return in_precision(each(lambda t: t.detach().to(like.device), x), like.dtype)
 
 
 def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import warn
 from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
 from bayesfl.stats.fit import ERRORS, Errors, Fit, chosen_errors, inverse, refuse_alone
 from bayesfl.stats.survival.checks import (
@@ -28,7 +27,8 @@ from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.survival.partial import Alone, PartialLikelihood, Scores
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
-from bayesfl.stats.terms import Levels, numbers
+from bayesfl.stats.tables import offsets
+from bayesfl.stats.terms import Levels
 
 TENTH = 0.1
 """Bins of times that move an estimate by more than so many standard errors give a warning."""
@@ -143,16 +143,16 @@ def cox(
         unit=unit_of(sums),
     )
     state = asked.conduct(survey)
-    found = newton.minimum(state)
+    theta, least = state["theta"], float(state["loss"])
     n = sum(known.events[name] for name in kept)
-    flat = found.first.diagonal() < (1e-26 if per_site else 1e-10) * n  # by rounding
+    flat = state["first"].diagonal() < (1e-26 if per_site else 1e-10) * n  # by rounding
     if alike := [names[place] for place in flat.nonzero().flatten().tolist()]:
         raise ValueError(
             f"{alike} do not differ among those at risk together, so that nothing can be learnt of "
             "their coefficients: leave these terms out"
             + (", or take baseline='shared'" if per_site else "")
         )
-    model = covariance = inverse(found, names)
+    model = covariance = inverse(state, names)
     at = state | {"theta": state["best"]}
     if errors == "site":
         refuse_alone(asked.conduct(Alone(survey, at))["alone"], names)
@@ -176,7 +176,7 @@ def cox(
     degrees = float(len(kept) - 1) if errors == "site" else None
     if degrees is not None:
         covariance = covariance * len(kept) / degrees
-    volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
+    volume = float(torch.linalg.slogdet(state["hessian"]).logabsdet) / 2
     read = (time, event) if entry is None else (time, event, entry)
 
     def check(*, scale: Scale = "log") -> Tested:
@@ -194,9 +194,8 @@ def cox(
             frame = pandas_of(frame)
             rows, stratum = frame.index, group(frame, groups, "the frame")
             design = (sites.design(frame) - centre) / scale
-            if sites.offset is not None:
-                offset = torch.tensor(numbers(frame, sites.offset, "the frame"))
-        eta = design @ found.theta + offset
+            offset = offsets(frame, sites.offset)
+        eta = design @ theta + offset
         assert shared is not None
         return predicted(state, shared.ends, rows, design, eta, stratum, covariance, level)
 
@@ -215,7 +214,7 @@ def cox(
         model=f"Cox's proportional hazards, Efron's ties, {told}"
         + (f", prior {prior:g}" if prior is not None else ""),
         names=names,
-        estimate=found.theta / scale,
+        estimate=theta / scale,
         covariance=covariance / torch.outer(scale, scale),
         errors="the sandwich, by sites, times J / (J - 1)" if errors == "site" else ERRORS[errors],
         degrees=degrees,
@@ -224,10 +223,10 @@ def cox(
         events={name: known.events[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
         left_out=asked.left_out,
-        log_likelihood=survey.strength * float(found.theta @ found.theta) / 2 - found.loss,
+        log_likelihood=survey.strength * float(theta @ theta) / 2 - least,
         parameters=len(names),
         released=asked.released,
-        evidence=None if prior is None else -found.loss - len(names) * math.log(prior) - volume,
+        evidence=None if prior is None else -least - len(names) * math.log(prior) - volume,
         said=said,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,

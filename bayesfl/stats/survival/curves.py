@@ -11,12 +11,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from bayesfl.base.display.sheet import Sheet, Shown, of_frame
+from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, with_likelihood
+from bayesfl.stats.asking import Answered, Questions, Sites, with_likelihood
 from bayesfl.stats.survival.groups import ALL, group, groups_of
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, OfTimes, entries, follow, followed, grid_of
@@ -78,7 +78,7 @@ class Counts(OfTimes):
 
 
 @dataclass(frozen=True, repr=False)
-class KaplanMeier(Shown):
+class KaplanMeier(Answered):
     """Hold survival curves by Kaplan and Meier with their errors; `print` shows medians, and
     `bf.plots.kaplan_meier` draws them.
 
@@ -93,9 +93,6 @@ class KaplanMeier(Shown):
         told: What the times are, in words.
         said: How far survival may be off for bins of times, in words.
         rows: {site: its number of rows, each as often as it counts}.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
-        released: What left each site.
 
     Example:
         >>> import pandas as pd
@@ -115,9 +112,6 @@ class KaplanMeier(Shown):
     told: str
     said: str
     rows: Mapping[str, float]
-    dropped: Mapping[str, float]
-    left_out: Mapping[str, str]
-    released: Released
 
     @property
     def survival(self) -> Tensor:

@@ -1,15 +1,14 @@
 """Tests over sites."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from bayesfl.base.display.sheet import Sheet, Shown, of_frame
-from bayesfl.stats.asking import Released
+from bayesfl.base.display.sheet import Sheet, of_frame
+from bayesfl.stats.asking import Answered
 
 
 @dataclass(frozen=True, repr=False)
-class Tested(Shown):
+class Tested(Answered):
     """Hold the result of a test by sums over sites; `print` shows it.
 
     Args:
@@ -18,9 +17,7 @@ class Tested(Shown):
         degrees: Degrees of freedom.
         p: Probability of a statistic as large.
         table: What it is made of, a data frame of pandas.
-        released: What left each site.
         said: What follows, in words.
-        left_out: {site: why it has no part}.
 
     Example:
         >>> import pandas as pd
@@ -37,9 +34,7 @@ class Tested(Shown):
     degrees: int
     p: float
     table: Any
-    released: Released
     said: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
         """Return the test and its table, with what to know of it below."""
@@ -47,5 +42,4 @@ class Tested(Shown):
             f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, p "
             f"{self.p:.4g}"
         )
-        left = [f"left out: {site}, {why}" for site, why in self.left_out.items()]
-        return of_frame(self.table, head, [*self.said, *left, str(self.released)])
+        return of_frame(self.table, head, [*self.said, *self._below])

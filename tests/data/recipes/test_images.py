@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from bayesfl.data import load
 from bayesfl.data.recipes import torchvision as loader
-from bayesfl.data.recipes.images import FINE_TO_COARSE, read_idx
-from tests.data.made import images, write_idx, write_mnist
+from bayesfl.data.recipes.images import FINE_TO_COARSE
+from tests.data.made import images, write_mnist
 from tests.files import where_present
 
 needs_torchvision = pytest.mark.skipif(
@@ -20,31 +20,12 @@ needs_torchvision = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)])
-def test_idx_round_trip(tmp_path, shape, zipped):
-    array, path = images(*shape), tmp_path / ("a-ubyte.gz" if zipped else "a-ubyte")
-    write_idx(path, array, zipped)
-    assert np.array_equal(read_idx(path), array)
-
-
-def test_idx_refuses_other_files_and_cut_ones(tmp_path):
-    path = tmp_path / "a-ubyte"
-    write_idx(path, images(3, 4))
-    cut = path.read_bytes()[:-1]
-    for content in (b"PK\x03\x04", cut):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"smaller than requested|cannot reshape"):
-            read_idx(path)
-
-
 @pytest.mark.parametrize(
     ("name", "folder", "mean", "std"),
     [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)],
 )
-@pytest.mark.parametrize("zipped", [False, True])
-def test_idx_layout(tmp_path, name, folder, mean, std, zipped):
-    arrays = write_mnist(tmp_path, folder, zipped)
+def test_mnist_layout(tmp_path, name, folder, mean, std):
+    arrays = write_mnist(tmp_path, folder)
     source = load(name, root=tmp_path)
     assert (source.x.shape, source.train, source.outputs, source.task) == (
         (40, 1, 28, 28),

@@ -18,7 +18,7 @@ def test_environment_and_argument_name_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESFL_DATA", str(tmp_path / "empty"))
     with pytest.raises(FileNotFoundError) as error:
         load("mnist")
-    parts = (str(tmp_path / "empty" / "mnist.npz"), "MNIST/raw", "download=True", "BAYESFL_DATA")
+    parts = (str(tmp_path / "empty" / "mnist.npz"), "MNIST", "download=True", "BAYESFL_DATA")
     assert [part for part in parts if part not in str(error.value)] == []
     with pytest.raises(ValueError, match=r"'minst'.*digits, mnist"):
         load("minst")
