@@ -3,7 +3,9 @@
 A *problem* draws a federation of clients and the truth about some quantities: *linear* and
 *logistic*, each client's own four coefficients, which are beta + tau * normal noise, and beta;
 *correlated*, the same with noise whose entries are correlated, of columns far from 0;
-*shared*, the values of one linear model at new rows; *network*, those of one network of 21 weights.
+*shared*, the values of one linear model at new rows; *network*, those of one network of 21 weights;
+*program, normal* and *program, logistic*, each client's own intercept, and all that the clients of
+a hierarchy in Pyro share, where the truth is drawn of the program's own prior.
 *schools* and *hospitals* are data whose truth nobody knows, with a reference posterior. A *way*
 believes something about the quantities.
 
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyro
+import pyro.distributions
 import torch
 from bayesfl.predictors import LinearisedBelief, LinearisedLaplace, Mixture, PooledLaplace
 from scipy import stats
@@ -41,6 +45,7 @@ from bayesfl.posteriors import (
 from bayesfl.stats import hierarchy
 from bayesfl.stats.families import Normal
 
+dist: Any = pyro.distributions  # whose methods of distributions have no types
 SIZES = (20, 30, 40, 50, 60, 80, 100, 120)
 TAU = np.array([0.8, 0.5, 0.3, 0.6])
 SPREAD = np.diag(TAU**2)
@@ -51,6 +56,8 @@ FAR = 2.0
 COLUMNS = ["a", "b", "c"]
 NEW = 4
 """Number of new rows at which a shared model's values are judged."""
+PROGRAM_ROWS = 20
+"""Rows of each client of a program."""
 WIDEST = {"schools": 1.0, "hospitals": 2.5}
 """Standard deviation of the half-normal prior of tau where tau is not known."""
 
@@ -161,6 +168,27 @@ def draw_network(seed: int) -> Federation:
     return Federation(seed, "gaussian", x, y, truth, at)
 
 
+def draw_program(family: str, seed: int) -> Federation:
+    """Draw clients of a hierarchy that is a Pyro program, see `hierarchy_program`: the quantities
+    are each client's own intercept, and (mu, tau, slope, noise), the last of normal outcomes.
+    """
+    rng = generator(seed, Purpose.PARTITION)
+    (mu, slope), (tau, noise) = rng.normal(size=2), np.abs(rng.normal(size=2))
+    own = mu + tau * rng.normal(size=len(SIZES))
+    x = rng.normal(size=(len(SIZES), PROGRAM_ROWS, 1))
+    eta = own[:, None] + slope * x[..., 0]
+    if family == "gaussian":
+        y, shared = eta + noise * rng.normal(size=eta.shape), [mu, tau, slope, noise]
+    else:
+        y, shared = (rng.random(eta.shape) < 1 / (1 + np.exp(-eta))).astype(float), [mu, tau, slope]
+    return Federation(seed, family, [*x], [*y], np.vstack([beside(own, len(shared)), shared]))
+
+
+def beside(own: np.ndarray, width: int) -> np.ndarray:
+    """Return one quantity a client [..., J] in the first of some columns, [..., J, width]."""
+    return np.concatenate([own[..., None], np.full((*own.shape, width - 1), np.nan)], axis=-1)
+
+
 def eight_schools(seed: int) -> Federation:
     """Return the effects of coaching in eight schools, in tens of points, each by its error: so the
     noise is 1, and a school's effect is the coefficient of the only column.
@@ -191,6 +219,8 @@ PROBLEMS: dict[str, Callable[[int], Federation]] = {
     "correlated": partial(draw_hierarchy, "gaussian", spread=CORRELATED, mean=FAR),
     "shared": draw_shared,
     "network": draw_network,
+    "program, normal": partial(draw_program, "gaussian"),
+    "program, logistic": partial(draw_program, "binomial"),
     "schools": eight_schools,
     "hospitals": hospitals,
 }
@@ -464,6 +494,34 @@ def mixed_fit(fed: Federation, **options: Any) -> Belief:
         return Belief.drawn(torch.cat([own, fit.shared.unsqueeze(1)], 1), **sent)
     at = torch.from_numpy(np.column_stack([np.ones(NEW), fed.at]))
     return Belief.drawn(own @ at.T, **sent)
+
+
+def hierarchy_program(x: Tensor, y: Tensor, *, family: str) -> None:
+    """A regression with an intercept of each site, in Pyro."""
+    mu, slope = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in ("mu", "slope"))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    own = pyro.sample("own", dist.Normal(mu, tau))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0)) if family == "gaussian" else None
+    eta = own + slope * x
+    law = dist.Bernoulli(logits=eta) if noise is None else dist.Normal(eta, noise)
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", law, obs=y)
+
+
+def by_program(fed: Federation) -> Belief:
+    """`bf.pyro.fit`, whose program has the prior that drew the truth."""
+    rows = {
+        f"site {j}": {"x": torch.from_numpy(x[:, 0]), "y": torch.from_numpy(y)}
+        for j, (x, y) in enumerate(zip(fed.x, fed.y, strict=True))
+    }
+    names = ["mu", "tau", "slope", *["noise"] * (fed.family == "gaussian")]
+    program = partial(hierarchy_program, family=fed.family)
+    fit = bf.pyro.fit(program, rows, shared=names, draws=fed.few(1000), seed=fed.seed)
+    own = np.stack([fit.local(site)["own"].numpy() for site in rows], 1)
+    shared = np.stack([fit.draws[name].numpy() for name in names], 1)
+    drawn = np.concatenate([beside(own, len(names)), shared[:, None]], 1)
+    sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
+    return Belief.drawn(drawn, **sent)
 
 
 def own_laplace(fed: Federation) -> Belief:
@@ -742,6 +800,10 @@ WAYS: dict[str, dict[str, Way]] = {
         "nuts, all rows": Way(network_by_nuts, 20, ("nuts",)),
         **of_one_model(a_network, 60),
         **of_fedsi(a_network, FEDSI_NET, 20),
+    },
+    **{
+        f"program, {family}": {"bf.pyro.fit": Way(by_program, 400, ("fit",))}
+        for family in ("normal", "logistic")
     },
     "schools": {
         "quadrature": Way(by_quadrature, 1),

@@ -52,6 +52,8 @@ TITLES = {
     "correlated": "Clients' own coefficients, correlated",
     "shared": "One linear model",
     "network": "One network",
+    "program, normal": "A normal hierarchy in Pyro",
+    "program, logistic": "A logistic hierarchy in Pyro",
 }
 LOOKS = ((OKABE_ITO[1], "s"), (OKABE_ITO[0], "o"))
 """Colour and marker of each level."""

@@ -1174,6 +1174,8 @@ TRUTHS = {
     "correlated": "**Clients' own coefficients, correlated**",
     "shared": "**One linear model, its values at new rows**",
     "network": "**One network of 21 weights, its values at new rows**",
+    "program, normal": "**A hierarchy in Pyro, own intercepts, normal**",
+    "program, logistic": "**A hierarchy in Pyro, own intercepts, logistic**",
     "schools": "**Eight schools**",
     "hospitals": "**Four hospitals**",
 }
