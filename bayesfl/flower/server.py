@@ -31,7 +31,7 @@ from bayesfl.federation.clients.predict import value_of
 from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.errors import FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.replies import OpenRun
+from bayesfl.federation.rounds.replies import AggregationRun
 from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
@@ -278,7 +278,7 @@ class _OverFlower:
             clients,
             algorithm.uplink(state.server),
             self.admission,
-            OpenRun(algorithm, settings, clients, self.admission.min_clients),
+            AggregationRun(algorithm, settings, clients, self.admission.min_clients),
             names,
         )
         check_tunable(algorithm, roster.having("validation"), "no client has any: give them some")

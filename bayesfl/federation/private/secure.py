@@ -41,16 +41,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.options import Positive, declared
-from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
+from bayesfl.base.protocols import Server, StackedPool, Tensors
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten, nest
-from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
-from bayesfl.federation.rounds.replies import AggregationRun, OpenRun, Replies, RoundSum
+from bayesfl.federation.rounds.next_server import Unseen, check_combine
+from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum
 
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
@@ -276,43 +275,24 @@ def _clips(pool: object) -> bool:
 
 
 @dataclass
-class _SecureRun(OpenRun):
+class _SecureRun(AggregationRun):
     rule: SecureSum
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        following = NextServer(self.algorithm, server, self.clients, round)
-        known = {"round": round, "rounds": self.settings.rounds, "clients": self.clients}
-        return _SecureRound(self.rule, self.algorithm, server, following, known, cohort)
+        return _SecureRound(self, server, round, cohort)
 
 
-class _SecureRound:
+class _SecureRound(RoundSum):
     """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds
     up their masked forms.
     """
 
-    def __init__(
-        self,
-        rule: SecureSum,
-        algorithm: Algorithm,
-        server: Server,
-        following: NextServer,
-        known: dict[str, int],
-        cohort: np.ndarray,
-    ) -> None:
-        self._rule, self._server, self._next = rule, server, following
-        self._known, self._round = known, known["round"]
-        self._cohort = cohort.tolist()
-        self._pools: dict[str, AdditivePool] = {
-            name: block.pool
-            for name, block in algorithm.blocks.items()
-            if block.pool and not isinstance(block.pool, StackedPool)
-        }
-        self._whole = {
-            name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)
-        }
-        self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
+    def __init__(self, run: _SecureRun, server: Server, round: int, cohort: np.ndarray) -> None:
+        super().__init__(run, server, round)
+        self._rule, self._cohort = run.rule, cohort.tolist()
         self._device = tree_leaves(server)[0].device
-        self._row: dict[str, float] = {}
+        # Of each client its integers; of each sum its shape.
+        self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
 
     def add(self, replies: Replies) -> None:
         """Prepare what each client of a chunk will send; the server learns none of it yet.
@@ -355,7 +335,8 @@ class _SecureRound:
     def _refuse_clipped(self, client: int, summands: Tensors) -> None:
         for name, t in summands.items():
             block, size = name.split(".")[0], float(t.abs().max())
-            if block in self._whole and size > self._rule.range:
+            statistics = isinstance(self._run.algorithm.blocks[block], Buffers)
+            if statistics and size > self._rule.range:
                 raise DivergenceError(
                     f"client {client} sends nothing in round {self._round + 1}: of "
                     f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
@@ -389,12 +370,12 @@ class _SecureRound:
                 clipped,
                 self._rule.range,
             )
-        self._row["clipped"] = int(clipped)
+        self.row["clipped"] = int(clipped)
         new = self._server | {
             name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
         }
         ids = torch.tensor(sorted(own), device=self._device)
-        return self._next.state(new, ids, Unseen(SUMS_ONLY, **self._known))
+        return self._next_state(new, ids, Unseen(SUMS_ONLY, **self._known))
 
     def _sum(self) -> np.ndarray:
         """Return the sum of what the clients that replied encoded, one number for each value and a
@@ -411,12 +392,6 @@ class _SecureRound:
             ]
             sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
             if len(messages) == len(group):
-                self._row |= {"repeats": sends - 1, "bytes_up": volume}
+                self.row |= {"repeats": sends - 1, "bytes_up": volume}
                 return masked_total(messages)
             group = sorted(own)
-
-    def row(self) -> dict[str, float]:
-        """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see
-        `RoundSum.row`.
-        """
-        return self._row

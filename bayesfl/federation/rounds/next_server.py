@@ -1,16 +1,14 @@
-"""The end of a round on the server: the method's `combine` after the pools, and a check of the
-state that it leaves.
+"""The end of a round on the server: the method's `combine` after the pools, also where the server
+has not seen single replies.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.base.numerics import finite
 from bayesfl.base.protocols import Server
-from bayesfl.base.trees import alike, flatten, shapes
+from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.federation.errors import DivergenceError
 
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
@@ -87,66 +85,3 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
             "new tensors, as {'k': server['k'] + 1}"
         )
     return changed
-
-
-class NextServer:
-    """The last step of a round on the server: `combine` runs after the pools, and the next state is
-    checked against the present one.
-
-    Args:
-        algorithm: The method.
-        server: The state that clients were sent.
-        clients: Number of clients J of the federation.
-        round: Number of the round, from 0.
-    """
-
-    def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int) -> None:
-        self._algorithm, self._server, self.clients, self._round = algorithm, server, clients, round
-        self._versions = [t._version for t in tree_leaves(server)]
-
-    def state(self, new: Server, ids: Any, uplink: Any) -> Server:
-        """Return the server's next state: what its pools computed, `new`, changed by the method's
-        `combine` and checked.
-
-        Raises:
-            DivergenceError: The next state is not finite.
-            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
-                has, or changes the state before.
-        """
-        new = new | combined(self._algorithm, new, ids, uplink)
-        if self._versions != [t._version for t in tree_leaves(self._server)]:
-            raise ValueError(
-                "a pool or `address` writes into the server's tensors, which earlier results "
-                "share; let it return new ones"
-            )
-        before, after = flatten(self._server), flatten(new)
-        if unknown := sorted(after.keys() - before.keys()):
-            raise ValueError(
-                f"a pool or `combine` returns {unknown}, which the server does not have; give them "
-                "a start in `server`"
-            )
-        if wrong := [
-            key
-            for key in before
-            if key not in after
-            or not (
-                alike(before[key], after[key])
-                or alike(
-                    before[key], after[key], free=self._algorithm.free(self.clients).get(key, 0)
-                )
-            )
-        ]:
-            returned, expected = shapes(new), shapes(self._server)
-            found = {key: returned.get(key, "nothing") for key in wrong}
-            held = {key: expected.get(key, "nothing") for key in wrong}
-            raise ValueError(
-                f"a pool or `combine` returns {found} where the server has {held}; return entries "
-                "in their shapes and dtypes"
-            )
-        if not all(finite(t) for t in tree_leaves(new)):
-            raise DivergenceError(
-                f"the server is no longer finite after round {self._round + 1}; lower "
-                "the learning rates",
-                round=self._round + 1,
-            )
-        return new

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesfl.base.numerics import finite
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
-from bayesfl.base.trees import flatten
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.federation.clients.local import read_rows
 from bayesfl.federation.errors import DivergenceError, FailedRound, called
 from bayesfl.federation.rounds.admission import Admission, distances, shares, usual
-from bayesfl.federation.rounds.next_server import NextServer
+from bayesfl.federation.rounds.next_server import combined
 from bayesfl.federation.settings import OPEN, Settings
 
 if TYPE_CHECKING:
@@ -55,44 +56,146 @@ class Replies:
         return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
 
 
-class RoundSum(Protocol):
-    """A sum of one round's replies, from which the server's next state is computed."""
+class RoundSum:
+    """A sum of one round's replies, from which the server's next state is computed. Here the server
+    sees them: pools add them up as they arrive, and what `combine` reads of single clients is kept.
+    Another sum has its own `add` and `server`.
 
-    total: Any
-    """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
+    Args:
+        run: The rule of the run.
+        server: The state that was sent to the clients.
+        round: The current round, counted from 0.
+    """
+
+    def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
+        self._run, self._server, self._round = run, server, round
+        self._known = {"round": round, "rounds": run.settings.rounds, "clients": run.clients}
+        self._versions = [t._version for t in tree_leaves(server)]
+        blocks = run.algorithm.blocks.items()
+        self._pools: dict[str, Any] = {name: block.pool for name, block in blocks if block.pool}
+        self.total: Any = {}, []
+        """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
+        self.row: dict[str, float] = {}
+        """The columns that the sum adds to the history, known once the next state is; they replace
+        columns of the same name.
+        """
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of replies that were taken; the sum decides what the server learns of each of
         them.
         """
-        ...
+        extra = replies.reported | {
+            "n": replies.n,
+            "ids": torch.from_numpy(replies.ids).to(replies.n.device),
+        }
+        totals, stacked = self.total
+        for name, pool in self._pools.items():
+            if not isinstance(pool, StackedPool):
+                uplink = {**replies.sent, **extra, **self._known}
+                totals[name] = pool.accumulate(totals.get(name), self._server, name, uplink)
+        stacked.append(
+            extra
+            | {
+                name: replies.sent[name]
+                for name, pool in self._pools.items()
+                if isinstance(pool, StackedPool)
+            }
+        )
 
     def server(self) -> Server:
-        """Return the server's next state, after the last chunk."""
-        ...
+        """Return the server's next state, after the last chunk.
 
-    def row(self) -> dict[str, float]:
-        """Return the columns that the sum adds to the history, once the next state is known; they
-        replace columns of the same name.
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: The method's `combine` returns entries that the server does not have, no
+                tensors, or tensors of other shapes or dtypes.
         """
-        ...
+        totals, stacked = self.total
+        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
+        new = dict(self._server)
+        for name, pool in self._pools.items():
+            if isinstance(pool, StackedPool):
+                new[name] = pool(self._server, name, uplink)
+            else:
+                new[name] = pool.solve(self._server, name, totals[name])
+        return self._next_state(new, uplink["ids"], uplink)
+
+    def _next_state(self, new: Server, ids: Any, uplink: Any) -> Server:
+        """Return the server's next state: what its pools computed, `new`, changed by the method's
+        `combine` and checked against the present one.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
+                has, or changes the state before.
+        """
+        new = new | combined(self._run.algorithm, new, ids, uplink)
+        if self._versions != [t._version for t in tree_leaves(self._server)]:
+            raise ValueError(
+                "a pool or `address` writes into the server's tensors, which earlier results "
+                "share; let it return new ones"
+            )
+        before, after = flatten(self._server), flatten(new)
+        if unknown := sorted(after.keys() - before.keys()):
+            raise ValueError(
+                f"a pool or `combine` returns {unknown}, which the server does not have; give them "
+                "a start in `server`"
+            )
+        if wrong := [
+            key
+            for key in before
+            if key not in after
+            or not (
+                alike(before[key], after[key])
+                or alike(
+                    before[key],
+                    after[key],
+                    free=self._run.algorithm.free(self._run.clients).get(key, 0),
+                )
+            )
+        ]:
+            returned, expected = shapes(new), shapes(self._server)
+            found = {key: returned.get(key, "nothing") for key in wrong}
+            held = {key: expected.get(key, "nothing") for key in wrong}
+            raise ValueError(
+                f"a pool or `combine` returns {found} where the server has {held}; return entries "
+                "in their shapes and dtypes"
+            )
+        if not all(finite(t) for t in tree_leaves(new)):
+            raise DivergenceError(
+                f"the server is no longer finite after round {self._round + 1}; lower "
+                "the learning rates",
+                round=self._round + 1,
+            )
+        return new
 
 
-class AggregationRun(Protocol):
-    """A rule by which one run draws its cohorts and adds up their replies."""
+@dataclass
+class AggregationRun:
+    """A rule by which one run draws its cohorts and adds up their replies; here the settings draw
+    them, and the server sees every reply.
 
+    Args:
+        algorithm: The method.
+        settings: The run's settings.
+        clients: Number of clients.
+        least: Number of replies that a round needs.
+    """
+
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
     least: int
-    """Number of replies that a round needs."""
 
     def cohort(self, round: int) -> np.ndarray:
         """Return the ids of one round's cohort, ascending."""
-        ...
+        return self.settings.cohort(self.clients, round)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         """Begin the sum of a round that starts from the state `server`, with all ids of its cohort,
         some of which may not reply.
         """
-        ...
+        return RoundSum(self, server, round)
 
 
 @runtime_checkable
@@ -138,97 +241,9 @@ class OpenAggregation:
         self, result: "Result", admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`."""
-        return OpenRun(
+        return AggregationRun(
             result.algorithm, result.settings, result.data.clients, admission.min_clients
         )
-
-
-@dataclass
-class OpenRun:
-    """The `AggregationRun` of a run whose server sees every client's reply.
-
-    Args:
-        algorithm: The method.
-        settings: The run's settings.
-        clients: Number of clients.
-        least: Number of replies that a round needs.
-    """
-
-    algorithm: Algorithm
-    settings: Settings
-    clients: int
-    least: int
-
-    def cohort(self, round: int) -> np.ndarray:
-        """Return the ids of one round's cohort, ascending, drawn by the settings."""
-        return self.settings.cohort(self.clients, round)
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """Begin the sum of a round; see `AggregationRun.begin`."""
-        return OpenSum(self.algorithm, server, self.clients, round, self.settings.rounds)
-
-
-class OpenSum:
-    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what
-    `combine` reads of single clients is kept.
-
-    Args:
-        algorithm: The method.
-        server: The state that was sent to the clients.
-        clients: Number of clients J of the federation.
-        round: The current round, counted from 0.
-        rounds: Number of rounds of the run.
-    """
-
-    def __init__(
-        self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int
-    ) -> None:
-        self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
-        self._next = NextServer(algorithm, server, clients, round)
-        self.total: tuple[dict[str, Tensors], list[Uplink]] = {}, []
-        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
-
-    def add(self, replies: Replies) -> None:
-        """Add a chunk of replies, client by client."""
-        extra = replies.reported | {
-            "n": replies.n,
-            "ids": torch.from_numpy(replies.ids).to(replies.n.device),
-        }
-        totals, stacked = self.total
-        for name, pool in self._pools.items():
-            if not isinstance(pool, StackedPool):
-                uplink = {**replies.sent, **extra, **self._round}
-                totals[name] = pool.accumulate(totals.get(name), self._server, name, uplink)
-        stacked.append(
-            extra
-            | {
-                name: replies.sent[name]
-                for name, pool in self._pools.items()
-                if isinstance(pool, StackedPool)
-            }
-        )
-
-    def server(self) -> Server:
-        """Return the server's next state, after the last chunk.
-
-        Raises:
-            DivergenceError: The next state is not finite.
-            ValueError: The method's `combine` returns entries that the server does not have, no
-                tensors, or tensors of other shapes or dtypes.
-        """
-        totals, stacked = self.total
-        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._round
-        new = dict(self._server)
-        for name, pool in self._pools.items():
-            if isinstance(pool, StackedPool):
-                new[name] = pool(self._server, name, uplink)
-            else:
-                new[name] = pool.solve(self._server, name, totals[name])
-        return self._next.state(new, uplink["ids"], uplink)
-
-    def row(self) -> dict[str, float]:
-        """Return no columns: the history needs nothing more."""
-        return {}
 
 
 class ReplyFilter:

@@ -18,8 +18,8 @@ from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared
-from bayesfl.federation.rounds.replies import AggregationRun, OpenSum, Replies, ReplyFilter
-from bayesfl.federation.settings import Settings
+from bayesfl.federation.rounds.replies import AggregationRun, Replies, ReplyFilter
+from bayesfl.federation.settings import OPEN, Settings
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,8 @@ def run_round(
         }
         if failed is not None:
             # Other sums count their own bytes.
-            failed.row |= counted | ({} if isinstance(total, OpenSum) else {"bytes_up": math.nan})
+            hidden = rules.settings.aggregation != OPEN
+            failed.row |= counted | ({"bytes_up": math.nan} if hidden else {})
             raise failed
     row = {
         "round": number + 1,
@@ -219,6 +220,6 @@ def run_round(
         "train_nll": filter.loss(),
         **counted,
         **({"uplink_norm": filter.usual} if looks else {}),
-        **total.row(),
+        **total.row,
     }
     return server, row, [client for client in cohort.tolist() if client in filter.dropped]
