@@ -35,7 +35,7 @@ from bayesfl.federation.rounds.replies import AggregationRun
 from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.driver import check_callbacks, drive
+from bayesfl.federation.run.driver import Clients, check_callbacks, drive
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
@@ -191,7 +191,7 @@ def serve(
 
 
 @dataclass
-class _OverFlower:
+class _OverFlower(Clients[Deployed]):
     """The clients of a run over Flower, see `Clients`.
 
     Args:

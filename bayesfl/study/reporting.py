@@ -3,7 +3,7 @@ and every run.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,8 @@ from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.study.budget import BUDGET
 
-if TYPE_CHECKING:
-    import bayesfl.study.table
-    from bayesfl.study.table import Table
 
-
-def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table") -> None:
+def write_report(path: str | os.PathLike[str], study: Any) -> None:
     """Write the report of a study.
 
     Args:
@@ -52,7 +48,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     write_page(path, title, parts, lead=_lead(study), headline=headline)
 
 
-def _lead(study: "Table") -> str:
+def _lead(study: Any) -> str:
     """Say whether all methods saw the same data."""
     seen = {
         frozenset((row.seed, row.record.data) for row in study.rows if row.method == method)
@@ -63,7 +59,7 @@ def _lead(study: "Table") -> str:
     return "Runs of several methods, not all with the same seeds and data."
 
 
-def _curves(study: "Table") -> list[Section]:
+def _curves(study: Any) -> list[Section]:
     histories: dict[str, list[Any]] = {}
     for row in study.rows:
         if row.record.error is None:
@@ -91,7 +87,7 @@ def _evaluated(seeds: list[Any], column: str) -> set[float]:
     )
 
 
-def _clients(study: "Table") -> list[Section]:
+def _clients(study: Any) -> list[Section]:
     """Show measures of every client under every method, of the first seed that all have."""
     done = {(row.method, row.seed): row for row in study.rows if row.record.error is None}
     seeds = [row.seed for row in study.rows if all((m, row.seed) in done for m in study.methods)]
@@ -111,7 +107,7 @@ def _clients(study: "Table") -> list[Section]:
     return [Section("Clients", told + table(columns))]
 
 
-def _budgets(study: "Table") -> str:
+def _budgets(study: Any) -> str:
     told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
@@ -122,7 +118,7 @@ def _budgets(study: "Table") -> str:
     return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
 
 
-def _runs(study: "Table") -> str:
+def _runs(study: Any) -> str:
     found = study.to_pandas().set_index("method")
     if "error" in found and not found["error"].notna().any():
         found = found.drop(columns="error")

@@ -29,7 +29,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -56,10 +56,6 @@ from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import Unseen, check_combine
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
-
 
 SECRET = 16
 """Least number of bytes of a secret."""
@@ -236,7 +232,7 @@ class ClientPrivacy:
         return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
@@ -373,7 +369,7 @@ class _PrivateRun(AggregationRun):
 
 
 class _PrivateRound(RoundSum):
-    _run: _PrivateRun
+    run: _PrivateRun
 
     def __init__(self, run: _PrivateRun, server: Server, round: int) -> None:
         super().__init__(run, server, round)
@@ -392,7 +388,7 @@ class _PrivateRound(RoundSum):
     def add(self, replies: Replies) -> None:
         """Add the clipped differences of a chunk; the clients' numbers of examples are not used."""
         ids, sent = replies.ids, replies.sent
-        began = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent))
+        began = flatten(was_sent(self.run.algorithm, self.start, ids, replies.n.device, sent))
         came = flatten(sent)
         moved = [
             (came[name].double() - began.get(name, old).double()).flatten(1)
@@ -402,8 +398,8 @@ class _PrivateRound(RoundSum):
             difference = torch.cat(rows)
             length = float(difference.norm())
             if math.isfinite(length):  # a difference that is not finite adds nothing
-                share = min(1.0, self._run.rule.clip / length) if length else 1.0
-                self.total.add_(difference, alpha=float(self._run.weights[client]) * share)
+                share = min(1.0, self.run.rule.clip / length) if length else 1.0
+                self.total.add_(difference, alpha=float(self.run.weights[client]) * share)
 
     def server(self) -> Server:
         """Return the server's next state, with noise; see `RoundSum.server`.
@@ -412,9 +408,9 @@ class _PrivateRound(RoundSum):
             DivergenceError: The next state is not finite.
             ValueError: The method's `combine` reads what single clients sent.
         """
-        run, weights = self._run, self._run.weights
+        run, weights = self.run, self.run.weights
         released = (self.total + self._noise()) / (run.settings.participation * weights.sum())
-        new = dict(self._server)
+        new = dict(self.start)
         for (name, old), part in zip(
             self._flat.items(),
             released.split([t.numel() for t in self._flat.values()]),
@@ -435,10 +431,10 @@ class _PrivateRound(RoundSum):
         independent, so that the difference of two releases always contains noise. The same holds
         where another kernel merely rounds the sum differently.
         """
-        run = self._run
+        run = self.run
         seen = hashlib.sha256(self.total.cpu().numpy().tobytes()).digest()
         drawn = normals(
-            run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self.total)
+            run.secret, b"noise", self.round.to_bytes(8, "little"), seen, size=len(self.total)
         )
         return torch.from_numpy(
             run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn

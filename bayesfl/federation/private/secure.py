@@ -33,7 +33,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,10 +50,6 @@ from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import Unseen, check_combine
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
-
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62
@@ -227,7 +223,7 @@ class SecureSum:
             )
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
@@ -312,7 +308,7 @@ class _SecureRound(RoundSum):
             alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | self._known
             flat = flatten(
                 {
-                    name: pool.accumulate(None, self._server, name, alone)
+                    name: pool.accumulate(None, self.start, name, alone)
                     for name, pool in self._pools.items()
                 }
             )
@@ -322,10 +318,10 @@ class _SecureRound(RoundSum):
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
             except ValueError as error:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round + 1}: of "
+                    f"client {client} sends nothing in round {self.round + 1}: of "
                     f"what it would add to the sums, {error}; lower the learning rates, or look "
                     "at its weight",
-                    round=self._round + 1,
+                    round=self.round + 1,
                     client=client,
                 ) from error
             if clipped:
@@ -335,15 +331,15 @@ class _SecureRound(RoundSum):
     def _refuse_clipped(self, client: int, summands: Tensors) -> None:
         for name, t in summands.items():
             block, size = name.split(".")[0], float(t.abs().max())
-            statistics = isinstance(self._run.algorithm.blocks[block], Buffers)
+            statistics = isinstance(self.run.algorithm.blocks[block], Buffers)
             if statistics and size > self._rule.range:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round + 1}: of "
+                    f"client {client} sends nothing in round {self.round + 1}: of "
                     f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
                     f"sums (its weight times its value), more than range={self._rule.range:g}; "
                     "pass a wider SecureSum(range=), with a larger step if need be, scale the "
                     "inputs, or take bf.models.group_norm(model)",
-                    round=self._round + 1,
+                    round=self.round + 1,
                     client=client,
                 )
 
@@ -366,13 +362,13 @@ class _SecureRound(RoundSum):
         if clipped:
             log.warning(
                 "round %d: %d numbers were clipped to +-%g; declare a wider range",
-                self._round + 1,
+                self.round + 1,
                 clipped,
                 self._rule.range,
             )
         self.row["clipped"] = int(clipped)
-        new = self._server | {
-            name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
+        new = self.start | {
+            name: pool.solve(self.start, name, totals[name]) for name, pool in self._pools.items()
         }
         ids = torch.tensor(sorted(own), device=self._device)
         return self._next_state(new, ids, Unseen(SUMS_ONLY, **self._known))

@@ -2,16 +2,13 @@
 has not seen single replies.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Server
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 
 class Unseen:
@@ -47,12 +44,12 @@ class Unseen:
     __contains__ = __iter__ = __len__ = __getattr__ = _refuse
 
 
-def check_combine(result: "Result", ids: Any, why: str) -> None:
+def check_combine(result: Any, ids: Any, why: str) -> None:
     """Check that the method's `combine` works without the replies of single clients, by calling it
     once with a placeholder for them.
 
     Args:
-        result: The state that the run starts from.
+        result: The state that the run starts from, a `Result`.
         ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server
             does not know them either.
         why: The reason that the server does not see single replies, with which the error message

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from bayesfl.federation.errors import DivergenceError, FailedRound, called
 from bayesfl.federation.rounds.admission import Admission, distances, shares, usual
 from bayesfl.federation.rounds.next_server import combined
 from bayesfl.federation.settings import OPEN, Settings
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +65,7 @@ class RoundSum:
     """
 
     def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
-        self._run, self._server, self._round = run, server, round
+        self.run, self.start, self.round = run, server, round
         self._known = {"round": round, "rounds": run.settings.rounds, "clients": run.clients}
         self._versions = [t._version for t in tree_leaves(server)]
         blocks = run.algorithm.blocks.items()
@@ -92,7 +89,7 @@ class RoundSum:
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
                 uplink = {**replies.sent, **extra, **self._known}
-                totals[name] = pool.accumulate(totals.get(name), self._server, name, uplink)
+                totals[name] = pool.accumulate(totals.get(name), self.start, name, uplink)
         stacked.append(
             extra
             | {
@@ -112,12 +109,12 @@ class RoundSum:
         """
         totals, stacked = self.total
         uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
-        new = dict(self._server)
+        new = dict(self.start)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
-                new[name] = pool(self._server, name, uplink)
+                new[name] = pool(self.start, name, uplink)
             else:
-                new[name] = pool.solve(self._server, name, totals[name])
+                new[name] = pool.solve(self.start, name, totals[name])
         return self._next_state(new, uplink["ids"], uplink)
 
     def _next_state(self, new: Server, ids: Any, uplink: Any) -> Server:
@@ -129,13 +126,13 @@ class RoundSum:
             ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
                 has, or changes the state before.
         """
-        new = new | combined(self._run.algorithm, new, ids, uplink)
-        if self._versions != [t._version for t in tree_leaves(self._server)]:
+        new = new | combined(self.run.algorithm, new, ids, uplink)
+        if self._versions != [t._version for t in tree_leaves(self.start)]:
             raise ValueError(
                 "a pool or `address` writes into the server's tensors, which earlier results "
                 "share; let it return new ones"
             )
-        before, after = flatten(self._server), flatten(new)
+        before, after, free = flatten(self.start), flatten(new), self.run.algorithm.free
         if unknown := sorted(after.keys() - before.keys()):
             raise ValueError(
                 f"a pool or `combine` returns {unknown}, which the server does not have; give them "
@@ -147,14 +144,10 @@ class RoundSum:
             if key not in after
             or not (
                 alike(before[key], after[key])
-                or alike(
-                    before[key],
-                    after[key],
-                    free=self._run.algorithm.free(self._run.clients).get(key, 0),
-                )
+                or alike(before[key], after[key], free=free(self.run.clients).get(key, 0))
             )
         ]:
-            returned, expected = shapes(new), shapes(self._server)
+            returned, expected = shapes(new), shapes(self.start)
             found = {key: returned.get(key, "nothing") for key in wrong}
             held = {key: expected.get(key, "nothing") for key in wrong}
             raise ValueError(
@@ -163,9 +156,9 @@ class RoundSum:
             )
         if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
-                f"the server is no longer finite after round {self._round + 1}; lower "
+                f"the server is no longer finite after round {self.round + 1}; lower "
                 "the learning rates",
-                round=self._round + 1,
+                round=self.round + 1,
             )
         return new
 
@@ -213,12 +206,12 @@ class Aggregation(Protocol):
         ...
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`.
 
         Args:
-            result: The state from which the run starts.
+            result: The state from which the run starts, a `Result`.
             admission: Which replies are taken.
             every: Rounds between checkpoints; None for no checkpoints.
             repeats: Number of rounds that an earlier run has done after `result`, and that are done
@@ -238,7 +231,7 @@ class OpenAggregation:
     sampling = None
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`."""
         return AggregationRun(
@@ -253,11 +246,8 @@ class ReplyFilter:
     A rank passes its own on after those of the ranks before it.
 
     Args:
-        algorithm: The method.
-        server: The state that was sent to the clients.
         sum: The sum to which replies that are taken are added.
         admission: Which replies are taken; None takes all at once.
-        round: The current round, counted from 0.
         history: The rows of the rounds before.
         counts: Examples of all clients, [J], 0 where that is not known.
         names: The clients' names, for messages.
@@ -265,20 +255,13 @@ class ReplyFilter:
 
     def __init__(
         self,
-        algorithm: Algorithm,
-        server: Server,
         sum: RoundSum,
         admission: Admission | None,
-        round: int,
         history: Iterable[Mapping[str, Any]],
         counts: np.ndarray,
         names: tuple[str, ...] = (),
     ) -> None:
-        self._algorithm = algorithm
-        self._server = server
-        self._sum = sum
-        self._admission = admission
-        self._round = round
+        self._sum, self._admission = sum, admission
         self._earlier = [
             row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))
         ]
@@ -286,19 +269,14 @@ class ReplyFilter:
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
         self._shares, self._names = shares(counts), names
-        self._losses: list[np.ndarray] = []
+        self.losses = np.empty(0)
+        """The training losses of the clients whose replies are in the sum."""
         self.dropped: dict[int, str] = {}
-        """The clients that are left out, each with the reason."""
-        self.taken = 0
-        """Number of clients of the cohort whose replies are in the sum."""
+        """The clients that are left out, each with the first reason."""
         self.usual = math.nan
         """The `usual` distance of the replies that were taken, known after `close`; NaN where
         distances are not checked.
         """
-
-    def drop(self, client: int, reason: str) -> None:
-        """Leave a client out; the first reason given for it is kept."""
-        self.dropped.setdefault(client, reason)
 
     def add(self, replies: Replies) -> None:
         """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
@@ -312,11 +290,13 @@ class ReplyFilter:
             sent = {
                 name: t
                 for name, t in replies.sent.items()
-                if not isinstance(self._algorithm.blocks[name], Buffers)
+                if not isinstance(self._sum.run.algorithm.blocks[name], Buffers)
             }
             ids = replies.ids
             start = (
-                was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+                was_sent(self._sum.run.algorithm, self._sum.start, ids, replies.n.device, sent)
+                if sent
+                else {}
             )
             norms = distances(sent, start) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
@@ -337,7 +317,7 @@ class ReplyFilter:
         """Leave out clients that report what lies outside the range that was declared."""
         ranges = {
             name: start.range
-            for name, start in self._algorithm.reports.items()
+            for name, start in self._sum.run.algorithm.reports.items()
             if isinstance(start, Reported)
         }
         for name, t in flatten({name: replies.reported[name] for name in ranges}).items():
@@ -345,15 +325,17 @@ class ReplyFilter:
             ends = torch.aminmax(t.double().reshape(len(replies.ids), -1), dim=1)
             for client, low, high in zip(replies.ids, *(e.tolist() for e in ends), strict=True):
                 if low not in allowed or high not in allowed:
-                    self.drop(int(client), f"its {name} must {allowed}, got {low:g} to {high:g}")
+                    self.dropped.setdefault(
+                        int(client), f"its {name} must {allowed}, got {low:g} to {high:g}"
+                    )
 
     def _check_statistics(self, replies: Replies) -> None:
         """Leave out clients whose norms have negative variances, of which the server's would make
         NaN; their size has no bound.
         """
         for name in replies.sent:
-            if isinstance(self._algorithm.blocks[name], Buffers):
-                leaves = self._algorithm.layout(name).leaves(replies.sent[name]["loc"])
+            if isinstance(self._sum.run.algorithm.blocks[name], Buffers):
+                leaves = self._sum.run.algorithm.layout(name).leaves(replies.sent[name]["loc"])
                 variances = [
                     t.reshape(len(replies.ids), -1)
                     for leaf, t in leaves.items()
@@ -362,12 +344,11 @@ class ReplyFilter:
                 for client in replies.ids[
                     (torch.cat(variances, 1).amin(1) < 0).cpu().numpy()
                 ].tolist():
-                    self.drop(client, f"its {name} have negative variances")
+                    self.dropped.setdefault(client, f"its {name} have negative variances")
 
     def _pass(self, replies: Replies) -> None:
         self._sum.add(replies)
-        self.taken += len(replies.ids)
-        self._losses.append(replies.losses)
+        self.losses = np.append(self.losses, replies.losses)
 
     def close(self) -> list[int]:
         """Add the replies that are taken to the sum, in the order of a simulation whatever the
@@ -380,7 +361,7 @@ class ReplyFilter:
         self.dropped, self._norms, self._sizes = {}, {}, {}
         for dropped, norms, sizes in ranks.every(lambda: known):
             for client, reason in dropped.items():
-                self.drop(client, reason)
+                self.dropped.setdefault(client, reason)
             self._norms |= norms
             for name, each in sizes.items():
                 self._sizes.setdefault(name, {}).update(each)
@@ -388,23 +369,24 @@ class ReplyFilter:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
             log.warning(
-                "round %d: %s is left out: %s", self._round + 1, called(client, self._names), reason
+                "round %d: %s is left out: %s",
+                self._sum.round + 1,
+                called(client, self._names),
+                reason,
             )
-        self._sum.total, self.taken, self._losses = ranks.relay(
-            (self._sum.total, self.taken, self._losses), self._passed_on
-        )
+        self._sum.total, self.losses = ranks.relay((self._sum.total, self.losses), self._passed_on)
         return list(self.dropped)
 
-    def _passed_on(self, before: tuple[Any, int, list[np.ndarray]]) -> Any:
-        """Return the sum, the number of replies in it and their losses, after the replies that are
+    def _passed_on(self, before: tuple[Any, np.ndarray]) -> Any:
+        """Return the sum and the losses of the replies in it, after the replies that are
         held are added to those of the ranks before.
         """
-        self._sum.total, self.taken, self._losses = before
+        self._sum.total, self.losses = before
         # In the order of a simulation's chunks, so that sums over a network have the same bits.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
-        return self._sum.total, self.taken, self._losses
+        return self._sum.total, self.losses
 
     def _compare(self, admission: Admission) -> None:
         """Leave out clients that went absurdly far, or that report absurdly large numbers."""
@@ -412,13 +394,17 @@ class ReplyFilter:
         limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
             if norm > (own := limit * max(1.0, self._shares[client])):
-                self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
+                self.dropped.setdefault(
+                    client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}"
+                )
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
             limit = admission.report_limit(list(known.values()), self._shares[list(known)])
             for client, size in known.items():
                 if size > (own := limit * max(1.0, self._shares[client])):
-                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
+                    self.dropped.setdefault(
+                        client, f"its {name} goes up to {size:.3g}, more than {own:.3g}"
+                    )
         if inside := {client: norm for client, norm in norms.items() if client not in self.dropped}:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
 
@@ -426,8 +412,7 @@ class ReplyFilter:
         """Return the mean negative log likelihood of training, in nats, over the clients that were
         taken; NaN if none reports it.
         """
-        losses = np.concatenate(self._losses) if self._losses else np.empty(0)
-        known = losses[~np.isnan(losses)]
+        known = self.losses[~np.isnan(self.losses)]
         return float(torch.from_numpy(known).mean()) if len(known) else math.nan
 
     def server(self) -> Server:
@@ -444,7 +429,7 @@ class ReplyFilter:
             if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
             raise FailedRound(
-                f"what the replies of round {self._round + 1} make together is not finite"
+                f"what the replies of round {self._sum.round + 1} make together is not finite"
             ) from error
 
 

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from bayesfl.evaluation.predictions import Predictions, padded
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.settings import OPEN, Settings, dtype_name
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 HEADLINE = (
     "accuracy",
@@ -46,9 +43,7 @@ WITHOUT = (
 BEFORE = "Measures are of training, before the steps of calibration."
 
 
-def write_report(
-    path: str | os.PathLike[str], found: Mapping[str, Any], run: "Result | None" = None
-) -> None:
+def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: Any = None) -> None:
     """Write the report of a run.
 
     Args:
@@ -132,7 +127,7 @@ def _method(found: Mapping[str, Any]) -> str:
     return PAPERS[name][1] if name in PAPERS else f"A method {name}" if " " in name else name
 
 
-def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
+def _about(found: Mapping[str, Any], run: Any) -> list[Section]:
     return [
         Section("What was sent", _sent(found, run)),
         Section("Settings", _settings(found)),
@@ -274,7 +269,7 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
     return [Section("Reliability", all_of + told)]
 
 
-def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
+def _coverage(run: Any, predicted: Predictions) -> list[Section]:
     """Show by client how often the sets or intervals that calibration has made hold the truth."""
     if predicted.level is None or run.settings.sampling == "poisson":
         return []
@@ -289,7 +284,7 @@ def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
     return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
 
 
-def _sent(found: Mapping[str, Any], run: "Result | None") -> str:
+def _sent(found: Mapping[str, Any], run: Any) -> str:
     """Say what left clients in training: totals of the history, and each tensor where the method is
     known.
     """

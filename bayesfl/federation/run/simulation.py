@@ -39,7 +39,7 @@ from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
 from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.driver import check_callbacks, drive
+from bayesfl.federation.run.driver import Clients, check_callbacks, drive
 from bayesfl.federation.run.loading import load, on, started
 from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
@@ -433,7 +433,7 @@ def _resumed(
 
 
 @dataclass(frozen=True)
-class _OnOneMachine:
+class _OnOneMachine(Clients[Result]):
     """The clients of a run on this machine, see `Clients`.
 
     Args:
@@ -475,12 +475,6 @@ class _OnOneMachine:
         evaluates = run.settings.evaluates(run.round) and touched(run.algorithm)
         test = self.measured.test if evaluates else None
         return OneMachine(self.local, run.state, self.crew, test, self.faults)
-
-    def taken(self, run: Result, attempt: OneMachine) -> Result:
-        return run  # `commit` has written the private rows
-
-    def finish(self, run: Result) -> Result:
-        return run
 
     def save(self, run: Result) -> None:
         if self.checkpoint is not None:
