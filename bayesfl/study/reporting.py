@@ -5,13 +5,11 @@ and every run.
 import os
 from typing import Any
 
-import numpy as np
-
-from bayesfl.base.display.html import Cell, facts, frame, picture, table
+from bayesfl.base.display.html import Cell, facts, picture, table
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.federation.run.reporting import curves
 from bayesfl.study.budget import BUDGET
 
 
@@ -64,27 +62,7 @@ def _curves(study: Any) -> list[Section]:
     for row in study.rows:
         if row.record.error is None:
             histories.setdefault(row.method, []).append(row.record.history)
-    drawn = [
-        picture(
-            plots.learning_curves(histories, metric=column).figure,
-            f"{in_prose(column)} against the rounds",
-        )
-        for column in (*HEADLINES, "personal_nll")
-        if all(len(_evaluated(seeds, column)) > 1 for seeds in histories.values())
-    ]
-    if not drawn:
-        return []
-    return [Section("Learning curves", f'<div class="pictures">{"".join(drawn)}</div>')]
-
-
-def _evaluated(seeds: list[Any], column: str) -> set[float]:
-    """Return the rounds in which a measure is known under every seed."""
-    return set[float].intersection(
-        *(
-            set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
-            for one in seeds
-        )
-    )
+    return curves(histories)
 
 
 def _clients(study: Any) -> list[Section]:
@@ -119,14 +97,15 @@ def _budgets(study: Any) -> str:
 
 
 def _runs(study: Any) -> str:
-    found = study.to_pandas().set_index("method")
+    found = study.to_pandas()
     if "error" in found and not found["error"].notna().any():
         found = found.drop(columns="error")
     measures = {measure for of in study.summary().values() for measure in of}
     shown = [
         name
         for name in found.columns
-        if name in ("seed", *measures, study.by, "seconds", "error") or name.startswith("option_")
+        if name in ("method", "seed", *measures, study.by, "seconds", "error")
+        or name.startswith("option_")
     ]
     titles = {name: in_prose(str(name).removeprefix("option_")) for name in shown}
-    return frame(found[shown].rename(columns=titles))
+    return table({title: found[name] for name, title in titles.items()})

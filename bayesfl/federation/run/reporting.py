@@ -5,7 +5,7 @@ client, and what was sent.
 import inspect
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -221,20 +221,40 @@ def _data(known: FederatedData | Outline) -> str:
 
 
 def _curves(history: History) -> list[Section]:
-    """Draw the measures that sum a run up against its rounds, where there are two at least."""
-    found = []
-    for column in (*HEADLINES, "personal_nll"):
-        if column in history.columns and np.isfinite(history[column]).sum() > 1:
-            drawn = plots.learning_curves({"run": history}, metric=column)
-            found.append(picture(drawn.figure, f"{in_prose(column)} against the rounds"))
-    recorded = [column for of in history.recorded.values() for column in of]
-    for column in dict.fromkeys(recorded):
-        if column.startswith("personal_") and len(history) > 1:
-            drawn = plots.client_curves(history, column)
-            found.append(picture(drawn.figure, f"{in_prose(column)} of every client"))
-    if not found:
-        return []
-    return [Section("Learning curves", f'<div class="pictures">{"".join(found)}</div>')]
+    """Draw the measures that sum a run up, and those that it recorded of its clients."""
+    recorded = dict.fromkeys(column for of in history.recorded.values() for column in of)
+    own = [
+        picture(plots.client_curves(history, column).figure, f"{in_prose(column)} of every client")
+        for column in recorded
+        if column.startswith("personal_") and len(history) > 1
+    ]
+    return curves({"run": [history]}, own)
+
+
+def curves(histories: Mapping[str, list[History]], more: Sequence[str] = ()) -> list[Section]:
+    """Draw the measures that sum runs up against their rounds, where each method has two at least
+    under every seed, and show further pictures behind them.
+    """
+    drawn = [
+        picture(
+            plots.learning_curves(histories, metric=column).figure,
+            f"{in_prose(column)} against the rounds",
+        )
+        for column in (*HEADLINES, "personal_nll")
+        if all(len(_evaluated(seeds, column)) > 1 for seeds in histories.values())
+    ]
+    pictures = "".join([*drawn, *more])
+    return [Section("Learning curves", f'<div class="pictures">{pictures}</div>')] * bool(pictures)
+
+
+def _evaluated(seeds: list[History], column: str) -> set[float]:
+    """Return the rounds in which a measure is known under every seed."""
+    return set[float].intersection(
+        *(
+            set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
+            for one in seeds
+        )
+    )
 
 
 def _recorded(history: History, outline: Outline) -> str:

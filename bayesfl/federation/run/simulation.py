@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
@@ -187,7 +186,19 @@ def simulate(
         on_processes(engine and engine.processes, simulate, given),
         files.claimed(checkpoint) as held,
     ):
-        goes_on = _from_where(resume, checkpoint, held)
+        if (
+            held
+            and resume is not None
+            and (
+                isinstance(resume, Result)
+                or os.path.realpath(resume) != os.path.realpath(checkpoint or "")
+            )
+        ):
+            raise ValueError(
+                f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
+                "where resume is left out; or pass another folder"
+            )
+        goes_on = checkpoint if held and resume is None else resume
         before = (
             warm.from_where(start, algorithm, clients, seed=seed, device=device)
             if start is not None and goes_on is None
@@ -310,33 +321,6 @@ def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Set
             "record_clients keeps clients' own measures, which no noise covers, so that the run's "
             "epsilon would not hold for its history; leave it out under ClientPrivacy"
         )
-
-
-def _from_where(
-    resume: RunOrFolder | None, checkpoint: str | os.PathLike[str] | None, held: Sequence[Path]
-) -> RunOrFolder | None:
-    """Return the result or folder from which this run goes on, None for a run that begins.
-
-    Args:
-        resume: As in `simulate`.
-        checkpoint: As in `simulate`.
-        held: The checkpoints in that folder.
-
-    Raises:
-        ValueError: The folder holds checkpoints beside a `resume` from elsewhere.
-    """
-    if resume is None:
-        return checkpoint if held else None
-    if (
-        checkpoint is not None
-        and held
-        and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint))
-    ):
-        raise ValueError(
-            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
-            "where resume is left out; or pass another folder"
-        )
-    return resume
 
 
 def _begun(

@@ -242,12 +242,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         return now
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))
-    return _put(now, then, axes, new.to(now.device))
-
-
-def _put(into: Tensor, out: Tensor, axes: Sequence[int], places: Tensor) -> Tensor:
-    """Return `into` with `out` at the same places along each of several axes."""
-    first, *rest = axes
-    return into.index_copy(
-        first, places, _put(into.index_select(first, places), out, rest, places) if rest else out
-    )
+    sizes = enumerate(now.shape)
+    places = (new if axis in axes else torch.arange(size) for axis, size in sizes)
+    at = torch.meshgrid(*(place.to(now.device) for place in places), indexing="ij")
+    return now.index_put(at, then)
