@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
-from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.base.described import described, differences
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import words
@@ -48,8 +47,7 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
 from bayesfl.evaluation.calibration.conformal import epistemic_score
-from bayesfl.evaluation.calibration.steps import any_draws as draws_of
-from bayesfl.evaluation.calibration.steps import compares
+from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
@@ -212,7 +210,7 @@ class ClientModel:
                 "at the weights",
             )
         of_all = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else {}
-        draws_own = draws_of(one.step for one in self.steps)
+        draws_own = any_draws(one.step for one in self.steps)
         return LocalPredictions.of_one(
             self.client,
             found,
@@ -322,7 +320,9 @@ class ClientModel:
         """Return what tells a model and its calibration from others: its calibration rows' scores
         follow from both.
         """
-        made = digest_of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
+        made = archive.digest_of_tensors(
+            repr(one.step), {name: t.cpu() for name, t in one.own.items()}
+        )[:8]
         return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
 
     def _sets(self) -> tuple[int, calibration.Fitted]:
@@ -669,7 +669,7 @@ def load_client(
         same_method(repr(str(file)), known, algorithm)
     else:
         if "needs" in predicts:
-            raise CheckpointError(
+            raise archive.CheckpointError(
                 f"{str(file)!r} needs the method that made it: a file holds no code, and "
                 f"{predicts['needs']} has part in its predictions"
             )
@@ -720,7 +720,9 @@ def only_file(path: Path) -> Path:
     direct = path / files.CLIENT_FILE
     found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE))
     if not found:
-        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {files.CLIENT_FILE}")
+        raise archive.CheckpointError(
+            f"{str(path)!r} holds no model of a client, no {files.CLIENT_FILE}"
+        )
     if len(found) == 1:
         return found[0]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
@@ -728,7 +730,7 @@ def only_file(path: Path) -> Path:
     experiments = {file.parent.parent.name for file in found}
     if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
         several = ", ".join(str(file.parent) for file in found[:3])
-        raise CheckpointError(
+        raise archive.CheckpointError(
             f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass "
             "one of these folders"
         )

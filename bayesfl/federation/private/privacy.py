@@ -54,8 +54,14 @@ from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.next_server import Unseen, check_combine
-from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent
+from bayesfl.federation.rounds.replies import (
+    AggregationRun,
+    Replies,
+    RoundSum,
+    Unseen,
+    check_combine,
+    was_sent,
+)
 
 SECRET = 16
 """Least number of bytes of a secret."""

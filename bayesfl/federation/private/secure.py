@@ -48,8 +48,13 @@ from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.next_server import Unseen, check_combine
-from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum
+from bayesfl.federation.rounds.replies import (
+    AggregationRun,
+    Replies,
+    RoundSum,
+    Unseen,
+    check_combine,
+)
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62

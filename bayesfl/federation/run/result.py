@@ -805,13 +805,12 @@ class Result(Run):
         """
         if before.get("kind") != files.RUN.name or before.get("format") != archive.FORMAT:
             return ""
-        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
-        own = identity(self.algorithm)["method"], self.settings.seed, self.known.hash
         rounds = zip(before["history"]["rows"], self.history.rows, strict=False)
         # To the last digit, as no other run's are.
         same = all(one.get("seconds") == row.get("seconds") for one, row in rounds)
-        if same and (method, seed, before["known"]["hash"]) == own:
+        if same and before["known"]["hash"] == self.known.hash:
             return ""
+        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
         return f"{method} with seed {seed} after round {before['round']}"
 
     def save_round(self, path: str | os.PathLike[str]) -> None:

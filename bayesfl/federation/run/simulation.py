@@ -36,10 +36,16 @@ from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
 from bayesfl.federation.rounds.round import Rules
-from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.driver import Clients, check_callbacks, drive
-from bayesfl.federation.run.loading import load, on, started
+from bayesfl.federation.run.loading import (
+    continued,
+    from_where,
+    load,
+    on,
+    refuse_other_start,
+    started,
+)
 from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
@@ -200,7 +206,7 @@ def simulate(
             )
         goes_on = checkpoint if held and resume is None else resume
         before = (
-            warm.from_where(start, algorithm, clients, seed=seed, device=device)
+            from_where(start, algorithm, clients, seed=seed, device=device)
             if start is not None and goes_on is None
             else None
         )
@@ -342,7 +348,7 @@ def _begun(
     # By the device with the least memory, as chunks are the same at all ranks.
     sizes = current().every(lambda: engine.chunk_size(trained, algorithm, device))
     engine = replace(engine, chunk=min(sizes))
-    begin, new = warm.continued(
+    begin, new = continued(
         before, algorithm, clients.client_names, seed=settings.seed, dtype=dtype, device=device
     )
     result = Result(
@@ -410,7 +416,7 @@ def _resumed(
         history=saved.history.copy(),
     )
     if start is not None:
-        warm.refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
+        refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
     if result.steps and result.round < settings.rounds:
         warn(UNCALIBRATED)
     return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
