@@ -37,6 +37,7 @@ from bayesfl.federation.clients.tuning import candidates
 from bayesfl.federation.errors import called
 from bayesfl.federation.store.identity import reading
 from bayesfl.flower import records
+from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.orders import Order
 from bayesfl.flower.post import Refused
 from bayesfl.flower.roster import NOT_SENT
@@ -120,6 +121,7 @@ class Node:
         ):
             keyed = hmac.new(self.secret.encode(), text.encode(), "sha256").hexdigest()
             found[kind] = "" if not text else keyed if self.secret else NOT_SENT
+        assert {"protocol", *found} == HELLO.keys()
         return records.message({}, **found)
 
     def train(self, order: Order) -> RecordDict:

@@ -53,8 +53,7 @@ from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
 from bayesfl.federation.clients.modules import module_at
-from bayesfl.federation.clients.pooling import servers
-from bayesfl.federation.clients.predicting import predicting, predictor_of, rule_of
+from bayesfl.federation.clients.pooling import predicting, predictor_of, rule_of, servers
 from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (

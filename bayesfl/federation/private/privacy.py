@@ -55,6 +55,7 @@ from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.replies import (
+    Aggregation,
     AggregationRun,
     Replies,
     RoundSum,
@@ -163,7 +164,7 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class ClientPrivacy:
+class ClientPrivacy(Aggregation):
     """Make rounds differentially private for clients, by `simulate(aggregation=)`.
 
     Every client is in a cohort with probability `participation`, independently of the others; leave
@@ -213,7 +214,7 @@ class ClientPrivacy:
     delta: Annotated[float, PROBABILITY] = 1e-5
     secret: bytes | None = field(default=None, repr=False)
     weights: Sequence[float] | None = field(default=None, repr=False)
-    sampling: ClassVar[Literal["poisson"]] = "poisson"
+    sampling: ClassVar[Literal["poisson"] | None] = "poisson"
 
     def __post_init__(self) -> None:
         if self.secret is not None and not (

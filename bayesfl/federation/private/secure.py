@@ -49,6 +49,7 @@ from bayesfl.composition.pools import Clipped
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.replies import (
+    Aggregation,
     AggregationRun,
     Replies,
     RoundSum,
@@ -133,7 +134,7 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class SecureSum:
+class SecureSum(Aggregation):
     """Show the server only the sum of what the clients send, by `simulate(aggregation=)`.
 
     A client computes what it adds to the pools' sums, already multiplied by its weight, and masks
@@ -167,7 +168,6 @@ class SecureSum:
 
     range: Positive = 2.0**20
     step: Positive = 2.0**-24
-    sampling = None
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -263,19 +263,18 @@ class AggregationRun:
         return RoundSum(self, server, round)
 
 
-@runtime_checkable
-class Aggregation(Protocol):
-    """A way to add up the clients' uplinks, for `simulate(aggregation=)`."""
+class Aggregation:
+    """A way to add up the clients' uplinks, for `simulate(aggregation=)`: here the server sees each
+    reply.
+    """
+
+    sampling: ClassVar[Literal["poisson"] | None] = None
+    """How cohorts are drawn; None where the run may choose."""
 
     @property
     def name(self) -> str:
         """Return the settings in words, without secrets; a resumed run must have the same name."""
-        ...
-
-    @property
-    def sampling(self) -> Literal["poisson"] | None:
-        """Return how cohorts are drawn, or None where the run may choose."""
-        ...
+        return OPEN
 
     def start(
         self, result: Any, admission: Admission, *, every: int | None, repeats: int
@@ -292,20 +291,6 @@ class Aggregation(Protocol):
         Raises:
             ValueError: The method or the settings do not fit.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class OpenAggregation:
-    """The aggregation in which the server sees every client's reply."""
-
-    name = OPEN
-    sampling = None
-
-    def start(
-        self, result: Any, admission: Admission, *, every: int | None, repeats: int
-    ) -> AggregationRun:
-        """Start a run that continues from `result`; see `Aggregation.start`."""
         return AggregationRun(
             result.algorithm, result.settings, result.data.clients, admission.min_clients
         )

@@ -113,14 +113,12 @@ class Transport(ABC):
         A client of the cohort answers once; of the other clients only absences are reported. Until
         `commit`, clients keep the states that they had before the round.
         """
-        ...
 
     @abstractmethod
     def commit(self, dropped: Collection[int]) -> None:
         """Make the new state of the clients that were taken permanent; clients in `dropped` return
         to the state before the round.
         """
-        ...
 
 
 def run_round(

@@ -56,7 +56,6 @@ class Clients(ABC, Generic[R]):
     @abstractmethod
     def attempt(self, run: R) -> Any:
         """Return the `Transport` of one attempt at the next round."""
-        ...
 
     def taken(self, run: R, attempt: Any) -> R:
         """Return the run with what the clients have kept of an attempt that gave a round."""
@@ -71,12 +70,10 @@ class Clients(ABC, Generic[R]):
             run: The run.
             attempt: The attempt that gave its last round, if there was one just now.
         """
-        ...
 
     @abstractmethod
     def save(self, run: R) -> None:
         """Write a checkpoint, if the run has a folder for them."""
-        ...
 
     def finish(self, run: R) -> R:
         """Return the state that callbacks have chosen, after what is left to do with it."""

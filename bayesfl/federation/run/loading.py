@@ -27,8 +27,7 @@ from bayesfl.composition.pools import Mixed
 from bayesfl.data import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.federation.clients.local import State, private_rows
-from bayesfl.federation.clients.pooling import servers
-from bayesfl.federation.clients.predicting import rule_of
+from bayesfl.federation.clients.pooling import rule_of, servers
 from bayesfl.federation.run.record import Run
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present

@@ -50,7 +50,6 @@ from bayesfl.federation.clients.client_model import (
 )
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at
-from bayesfl.federation.clients.predicting import predicting
 from bayesfl.federation.run import reporting
 from bayesfl.federation.run.record import Run, in_words
 from bayesfl.federation.settings import FEDERATION
@@ -829,7 +828,7 @@ class Result(Run):
         return {
             **vars(self),
             "after": (*answers_of(known, self.algorithm), *self.steps),
-            "predicting": predicting(self.algorithm),
+            "predicting": pooling.predicting(self.algorithm),
         }
 
 

@@ -34,7 +34,7 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
-from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
+from bayesfl.federation.rounds.replies import Aggregation
 from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.driver import Clients, check_callbacks, drive
@@ -50,6 +50,7 @@ from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
     BUILD_ADMISSION,
+    OPEN,
     Federation,
     Method,
     Precision,
@@ -173,7 +174,7 @@ def simulate(
         (2, 2)
     """
     given = dict(locals())
-    aggregation = aggregation or OpenAggregation()
+    aggregation = aggregation or Aggregation()
     admission = admission or Admission("stop" if faults is None else "skip")
     settings = Settings(
         rounds=rounds,
@@ -285,8 +286,7 @@ def _refuse_contradictions(
             f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got "
             f"{sampling!r}; leave sampling out"
         )
-    hides = not isinstance(aggregation, OpenAggregation)
-    if hides and not any(block.pool for block in algorithm.blocks.values()):
+    if aggregation.name != OPEN and not any(block.pool for block in algorithm.blocks.values()):
         raise ValueError(
             f"no block of the method is sent, so {type(aggregation).__name__} has nothing to add "
             "up; leave aggregation out"
