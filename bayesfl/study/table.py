@@ -517,14 +517,12 @@ class Table:
         """Return in words what a client of each method does and sends in a round, and the settings
         in which methods differ, {method: {what: words}}.
         """
-        done = {
-            method: [r.record for r in self.rows if r.method == method and r.record.error is None]
-            for method in self.methods
-        }
+        done: dict[str, list[Record]] = {}
+        for row in self.rows:
+            if row.record.error is None:
+                done.setdefault(row.method, []).append(row.record)
         told: dict[str, dict[str, str]] = {}
         for method, records in done.items():
-            if not records:
-                continue
             told[method] = {
                 key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
                 for key, digits in BUDGET.items()

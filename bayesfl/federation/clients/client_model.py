@@ -232,7 +232,6 @@ class ClientModel:
             ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
                 fit `x`, or there is no epistemic uncertainty.
         """
-        self._check_rows_alone()
         check_index(x=x, y=y)
         place, one = self._sets()
         local = self.local_predictions(x)
@@ -246,16 +245,14 @@ class ClientModel:
             labels = self.schema.read_labels(y, len(made.mask))
             local = replace(local, predictions=replace(made, labels=labels))
         local = calibration.applied(self.steps[:place], local)
-        if y is not None:
-            return Scores.made(
-                cast(calibration.Conformal, one.step).scored(local).numpy(),
-                "labels",
-                self._source(one),
-            )
-        found = epistemic_score(local).numpy()
-        if np.isnan(found).any():
+        found = (
+            epistemic_score(local)
+            if y is None
+            else cast(calibration.Conformal, one.step).scored(local)
+        ).numpy()
+        if y is None and np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
-        return Scores.made(found, "epistemic", self._source(one))
+        return Scores.made(found, "epistemic" if y is None else "labels", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for rows to come, which compares them with the client's calibration rows,
@@ -274,7 +271,6 @@ class ClientModel:
             ValueError: The client's model has no conformal sets, the client has no calibration
                 rows, or there is no epistemic uncertainty.
         """
-        self._check_rows_alone()
         kept = {"labels": "scores", "epistemic": "epistemic"}[score]
         _, one = self._sets()
         reference = one.own[kept][0]
@@ -303,18 +299,6 @@ class ClientModel:
             of=source,
         )
 
-    def _check_rows_alone(self) -> None:
-        """Raise ValueError if predictions of a row depend on the rows with it: new rows then differ
-        from calibration rows in any case.
-        """
-        if self.algorithm.predictor is not None and self.algorithm.draws:
-            raise ValueError(
-                f"the predictor of {self.name!r} draws noise for each row by its place among those "
-                "that are predicted together, so that an alarm would compare what cannot be "
-                "compared: train by the same method with another link, such as 'contrasts', and "
-                "draws=0"
-            )
-
     def _source(self, one: calibration.Fitted) -> str:
         """Return what tells a model and its calibration from others: its calibration rows' scores
         follow from both.
@@ -328,8 +312,16 @@ class ClientModel:
         """Return the last step that makes sets, and its place.
 
         Raises:
-            ValueError: There is none.
+            ValueError: Predictions of a row depend on the rows with it, so that new rows differ
+                from calibration rows in any case; or there is none.
         """
+        if self.algorithm.predictor is not None and self.algorithm.draws:
+            raise ValueError(
+                f"the predictor of {self.name!r} draws noise for each row by its place among those "
+                "that are predicted together, so that an alarm would compare what cannot be "
+                "compared: train by the same method with another link, such as 'contrasts', and "
+                "draws=0"
+            )
         found = [
             (place, one)
             for place, one in enumerate(self.steps)

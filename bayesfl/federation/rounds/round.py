@@ -191,9 +191,9 @@ def run_round(
                 f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped
             )
             raise BadClients(f"round {number + 1}: {bad}")
-        failed = None
+        failed, taken = None, len(filter.losses)
         try:
-            if (taken := len(filter.losses)) < least:
+            if taken < least:
                 raise FailedRound(
                     f"round {number + 1} comes to {taken} replies and needs {least} (min_clients)"
                 )

@@ -212,8 +212,9 @@ def _data(known: FederatedData | Outline) -> str:
             taken = {"client", *rows}
             heads = [f"label {name}" if name.isdigit() or name in taken else name for name in names]
             classes = dict(zip(heads, labels.T, strict=True))
-            caption = "Rows in each split, and training rows of each label: "
-            caption += "darker where there are more."
+            caption = (
+                "Rows in each split, and training rows of each label: darker where there are more."
+            )
     rows |= classes
     foot = ["all", *(int(np.sum(column)) for column in rows.values())]
     columns = {"client": outline.client_names, **rows}

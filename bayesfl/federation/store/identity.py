@@ -162,9 +162,8 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen
             parameters and buffers differ.
     """
-    different = network_differences(made_with, algorithm)
     refuse_differences(
         f"{what} has the state of another network:",
-        different,
+        network_differences(made_with, algorithm),
         "build the method on that network, frozen weights and buffers included",
     )
