@@ -186,7 +186,8 @@ def _attributes(value: Any) -> dict[str, Any]:
         if name.startswith("__") and not name.endswith("__")
         else name
         for kind in type(value).__mro__
-        for name in _names(getattr(kind, "__slots__", ()))
+        for held in [getattr(kind, "__slots__", ())]
+        for name in ((held,) if isinstance(held, str) else held)
     ]
     own = _attribute(value, "__dict__")
     found = {name: _attribute(value, name) for name in slots} | (
@@ -197,10 +198,6 @@ def _attributes(value: Any) -> dict[str, Any]:
         for name, part in found.items()
         if name == "__wrapped__" or not str(name).startswith("__")
     }
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:

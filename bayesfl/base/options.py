@@ -485,18 +485,14 @@ def completed(owner: Any) -> str | None:
     known = options_of(owner) if isinstance(owner, type) else inspect.signature(owner).parameters
     order = [name for name in known if name in own or name in found]
     order += [name for name in (*own, *found) if name not in order]
-    entries = [own.get(name) or _entry(name, found[name]) for name in order]
+    form: Any = {
+        "width": 100,
+        "initial_indent": "    ",
+        "subsequent_indent": "        ",
+        "break_on_hyphens": False,
+    }
+    entries = [own.get(name) or textwrap.fill(f"{name}: {found[name]}", **form) for name in order]
     return "\n".join([before, "", "Args:", *entries, *(["", after] if after else [])])
-
-
-def _entry(name: str, meaning: str) -> str:
-    return textwrap.fill(
-        f"{name}: {meaning}",
-        100,
-        initial_indent="    ",
-        subsequent_indent="        ",
-        break_on_hyphens=False,
-    )
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:

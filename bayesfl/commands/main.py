@@ -17,8 +17,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation.clients.client_model import only_file
 from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
-from bayesfl.stats.kept.ledger import FILE as LEDGER
-from bayesfl.stats.kept.ledger import Ledger
+from bayesfl.stats.kept import ledger
 from bayesfl.study.table import read
 
 
@@ -76,8 +75,8 @@ def show(folder: Path) -> None:
     Raises:
         ValueError: It holds nothing of bayesfl's.
     """
-    if (folder / LEDGER).is_file():
-        print(Ledger.read(folder))
+    if (folder / ledger.FILE).is_file():
+        print(ledger.Ledger.read(folder))
         return
     found = _file(folder)
     said = archive.said_of(found) if found else {}

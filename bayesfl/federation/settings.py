@@ -40,13 +40,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 OPEN = "plain"
 """The name of the aggregation in which the server sees every uplink."""
-BUILD_METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 
 
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
 BUILD_ADMISSION = "build one, as bf.Admission('skip', min_clients=3)"
 
-Method: TypeAlias = Annotated[Algorithm, typed(Algorithm, BUILD_METHOD)]
+Method: TypeAlias = Annotated[
+    Algorithm, typed(Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
+]
 Federation: TypeAlias = Annotated[FederatedData, typed(FederatedData, FEDERATION)]
 Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 

@@ -16,8 +16,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
 from bayesfl.federation.clients import pooling
 from bayesfl.federation.clients.after import answers_of, known_of
-from bayesfl.federation.run import warm
-from bayesfl.federation.run.loading import check_state, reloaded
+from bayesfl.federation.run import loading
 from bayesfl.federation.run.record import METHODS_START, Run, in_words
 from bayesfl.federation.settings import Method, Settings
 from bayesfl.federation.store import files
@@ -177,11 +176,11 @@ def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
     found = files.read(folder, DEPLOYMENT)
     same_method(repr(str(folder)), found["algorithm"], algorithm)
     state = Deployed(**{**found, "algorithm": algorithm})
-    check_state(repr(str(folder)), state, state.start, stacked=False)
+    loading.check_state(repr(str(folder)), state, state.start, stacked=False)
     return state
 
 
-@reloaded.register
+@loading.reloaded.register
 def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
     return load(path, run.algorithm)
 
@@ -238,7 +237,7 @@ def opened(
     what, before = "start" if given else repr(str(start)), pooling.trained(algorithm, made_with)
     same_network(what, made_with, algorithm)
     state = Deployed(**{**found, "algorithm": before})
-    check_state(what, state, state.start, stacked=False)
+    loading.check_state(what, state, state.start, stacked=False)
     if state.dtype != dtype:
         raise ValueError(
             f"start is in {state.dtype}, as are the states that its clients keep; pass "
@@ -266,7 +265,7 @@ def begun(
     Raises:
         ValueError: The experiment begins from another run, and clients have the same name.
     """
-    server, new, old = warm.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
+    server, new, old = loading.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
     past = None
     if before is not None:
         known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
@@ -275,7 +274,7 @@ def begun(
             tuple(map(known.get, range(len(names)))),
             {name: before.initial(name) for name in sorted(initial)},
         )
-    elif twice := warm.repeated(names):
+    elif twice := loading.repeated(names):
         log.warning(
             "%s: a run that starts from this one could not tell them apart; let load_data name its "
             "client",

@@ -13,7 +13,7 @@ from bayesfl.base.archive import CheckpointError
 from bayesfl.base.trees import nest
 from bayesfl.federation.rounds.admission import LARGEST_SHARE, Message, objection, shares
 from bayesfl.federation.rounds.replies import Replies
-from bayesfl.federation.rounds.round import Absence, Round
+from bayesfl.federation.rounds.round import Absence, Round, Transport
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.orders import orders
@@ -83,7 +83,7 @@ class Connection:
             )
 
 
-class Journey:
+class Journey(Transport):
     """A `Transport` of one attempt at a round over a network.
 
     Clients store a round's new state under another name than the one they started from, so nothing
@@ -96,20 +96,15 @@ class Journey:
             for again, a tuple of J.
     """
 
-    trusted = False
-    apart = 0.0
-
     def __init__(
         self, network: Connection, state: Deployed, kept: Collection[tuple[str, ...]]
     ) -> None:
+        super().__init__(np.zeros(state.clients, np.int64))
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base
         """For each client the name of its last state that was taken; those of this round after
         `commit`.
         """
-        self.counts = np.zeros(state.clients, np.int64)
-        self.seconds: dict[str, float] = {}
-        self.traffic: dict[str, float] = {"bytes_up": 0, "bytes_down": 0}
         self._acknowledged: set[int] = set()
 
     @contextmanager

@@ -299,10 +299,11 @@ class Node:
         def make() -> dict[str, Any]:
             about: Any = {"round": order.round, "draws": None, "known": order.told}
             [[(_, own)]] = of_chunk(*self._finetuned(order), [self._split(split, order)], **about)
-            return {
-                "own": {name: t[0].cpu() for name, t in own.items()},
-                "shared": self._by_all(order, split),
-            }
+            kept = {"own": own}
+            if compares(self.calibration) and (common := common_view(self.algorithm, order.common)):
+                rows = self._of_one(split, order)
+                kept["shared"] = by_all(self.engine, self.algorithm, common, rows)
+            return tree_map(lambda t: t[0].cpu(), kept)
 
         found = self._kept(order, split, made_by, make)
         return LocalPredictions.of_one(
@@ -318,16 +319,6 @@ class Node:
     def _hashed(self, split: str, order: Order) -> np.ndarray:
         """Return a hash of the inputs of every row of a split, [n] uint64."""
         return hashed(words(self._of_one(split, order).client(0)[0]))
-
-    def _by_all(self, order: Order, split: str) -> dict[str, Any]:
-        """Return the predictions of the server's model, [n, ...], where a step of calibration
-        compares it with this client's.
-        """
-        common = common_view(self.algorithm, order.common) if compares(self.calibration) else None
-        if common is None:
-            return {}
-        found = by_all(self.engine, self.algorithm, common, self._of_one(split, order))
-        return {name: t[0].cpu() for name, t in found.items()}
 
     def evaluate(self, order: Order) -> RecordDict:
         """Store the client's own model in its folder, and the predictions of its test data; the

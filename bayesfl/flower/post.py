@@ -19,7 +19,6 @@ from flwr.serverapp import Grid
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import summed
 from bayesfl.flower import records
-from bayesfl.flower.records import RecordError
 
 REMIND = 30.0
 """Seconds between two log lines on missing clients, and after which a node that failed is asked
@@ -59,7 +58,7 @@ def content_of(reply: RecordDict | Failure) -> RecordDict:
         RecordError: There is none.
     """
     if isinstance(reply, Failure):
-        raise RecordError(reply.reason)
+        raise records.RecordError(reply.reason)
     return reply
 
 

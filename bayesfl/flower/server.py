@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, refuse_unknown, typed
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Survey
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
@@ -29,27 +29,27 @@ from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.after import Known, answered, answers_of
 from bayesfl.federation.clients.predict import value_of
 from bayesfl.federation.clients.tuning import check_tunable
-from bayesfl.federation.errors import FailedSurvey
+from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.replies import OpenRun
+from bayesfl.federation.rounds.replies import AggregationRun
 from bayesfl.federation.rounds.round import Rules
-from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.driver import check_callbacks, drive
+from bayesfl.federation.run.driver import Clients, check_callbacks, drive
+from bayesfl.federation.run.loading import refuse_other_start, warn_of_seed
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
-from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
 from bayesfl.federation.store.identity import agreement, reading
-from bayesfl.flower import deployed, records
-from bayesfl.flower.deployed import Deployed
+from bayesfl.flower import records
+from bayesfl.flower.deployed import DEPLOYMENT, Deployed, bases, begun, load, opened, taken_up
 from bayesfl.flower.network import Connection, Journey
 from bayesfl.flower.orders import orders
-from bayesfl.flower.post import REMIND, Failure
-from bayesfl.flower.questions import conducted
+from bayesfl.flower.post import REMIND, Failure, answers, total
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import state_name
 
 log = logging.getLogger(__name__)
+RESTARTS = 3
+"""How often a survey begins again because a client of its cohort did not answer."""
 
 
 @declared
@@ -182,7 +182,7 @@ def serve(
     if settings.seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     steps = surveying.checked_steps(calibration)
-    described_steps(steps)
+    files.described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
     with files.claimed(checkpoint):
         there = _OverFlower(grid, admission, timeout, checkpoint, on_round, steps)
@@ -191,7 +191,7 @@ def serve(
 
 
 @dataclass
-class _OverFlower:
+class _OverFlower(Clients[Deployed]):
     """The clients of a run over Flower, see `Clients`.
 
     Args:
@@ -228,16 +228,16 @@ class _OverFlower:
         answered.
         """
         state, session = None, secrets.token_hex(4)
-        before = deployed.opened(begins, algorithm, dtype=dtype)
-        if self.folder is not None and checkpoints(self.folder):
-            saved = deployed.load(self.folder, algorithm)
-            state = deployed.taken_up(saved, settings, clients, dtype, session, self.calibration)
+        before = opened(begins, algorithm, dtype=dtype)
+        if self.folder is not None and files.checkpoints(self.folder):
+            saved = load(self.folder, algorithm)
+            state = taken_up(saved, settings, clients, dtype, session, self.calibration)
             if before is not None:
-                warm.refuse_other_start(self.folder, state.began, before.origin)
+                refuse_other_start(self.folder, state.began, before.origin)
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
-            self.kept = deployed.bases(self.folder, clients)
+            self.kept = bases(self.folder, clients)
         elif before is not None and settings.rounds:
-            warm.warn_of_seed(before.settings.seed, settings.seed)
+            warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
         agreed = agreement(algorithm, self.calibration)
         roster = Roster(
@@ -261,7 +261,7 @@ class _OverFlower:
         )
         names = roster.everyone()
         if state is None:
-            state = deployed.begun(
+            state = begun(
                 before,
                 algorithm,
                 settings,
@@ -278,11 +278,11 @@ class _OverFlower:
             clients,
             algorithm.uplink(state.server),
             self.admission,
-            OpenRun(algorithm, settings, clients, self.admission.min_clients),
+            AggregationRun(algorithm, settings, clients, self.admission.min_clients),
             names,
         )
         check_tunable(algorithm, roster.having("validation"), "no client has any: give them some")
-        self._check_calibration(state)
+        self._check_calibration()
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
             places = enumerate(state.before.places)
@@ -332,7 +332,7 @@ class _OverFlower:
         run = self.calibrate(run) if calibrates else run
         return self.evaluate(run, None) if calibrates or self.evaluated != run.round else run
 
-    def _check_calibration(self, state: Deployed) -> None:
+    def _check_calibration(self) -> None:
         """Check, before anything is trained, that the steps of calibration fit what the clients
         predict, and their splits.
 
@@ -340,14 +340,14 @@ class _OverFlower:
             ValueError: A step does not fit, or no client has rows in its split.
         """
         for step in self.calibration:
-            step.start(self._outputs(state))
+            step.start(self._outputs())
             if not self.network.roster.having(step.split):
                 raise ValueError(
                     f"{type(step).__name__} reads the split {step.split!r}, and no client has rows "
                     f"in it: let load_data make them with {step.split}=0.1, or pass split="
                 )
 
-    def _outputs(self, state: Deployed) -> Outputs:
+    def _outputs(self) -> Outputs:
         """Return what is predicted, as the clients say.
 
         Raises:
@@ -369,10 +369,77 @@ class _OverFlower:
         ((task, count),) = kinds
         return Outputs(cast(Task, task), count)
 
-    def _conduct(self, state: Deployed, survey: Survey[Any], name: str) -> Tensors:
-        """Return the last state of a survey, see `conducted`."""
-        asked = self.network, self.admission, state, self._named(state)
-        return conducted(*asked, survey, name, self._outputs(state))
+    def _conduct(self, run: Deployed, survey: Survey[Any], name: str) -> Tensors:
+        """Conduct a survey among the clients that have rows in its split, and return its last
+        state.
+
+        The first question brings the model, by which a client predicts once; those that answer are
+        the survey's cohort. Further questions go to them alone, without the model but for surveys
+        of the method's predictor that do not read the last layer alone. Where a client of the
+        cohort is lost, the survey begins again.
+
+        Args:
+            run: The federation, with the steps of calibration that are fitted.
+            survey: The survey.
+            name: Its name in messages.
+
+        Raises:
+            ValueError: As by `bayesfl.base.surveys.conduct`.
+            BadClients: A client does not answer, or wrongly, and bad clients stop the run.
+            FailedSurvey: Clients were lost each of the times that it began.
+        """
+        what, network, began = type(survey).__name__, self.network, 0
+        roster, admission = network.roster, self.admission
+        cohort: list[int] | None = None
+        before = {str(place): one.state for place, one in enumerate(run.steps)}
+
+        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            nonlocal cohort
+            if cohort is None:
+                roster.look(self.grid)
+            messages = orders(
+                run,
+                np.array(roster.having(survey.split) if cohort is None else cohort, np.int64),
+                set(),
+                self._named(run),
+                tolerant=admission.skips,
+                survey=name,
+                survey_states={**before, name: state},
+                # A predictor's survey is made of the model, which a client does not keep; one of
+                # heads is made of what the client keeps.
+                whole=cohort is None or getattr(survey, "reads", "head") != "head",
+            )
+            found: dict[int, Tensors] = {}
+            replies = network.ask("query.survey", messages, group=f"survey-{name}")
+            for client, answer, _ in answers(replies, shapes):
+                if not isinstance(answer, ValueError):
+                    found[client] = answer
+                    continue
+                who = roster.called(client)
+                if not admission.skips:
+                    raise BadClients(f"{who} has no part in a survey: {answer}") from answer
+                log.warning("%s has no part in %s: %s", who, what, answer)
+            if cohort is None and len(found) < admission.min_clients:
+                raise FailedSurvey(
+                    f"{len(found)} clients answered and {admission.min_clients} are needed "
+                    "(min_clients)"
+                )
+            if missing := [roster.called(client) for client in cohort or () if client not in found]:
+                raise FailedSurvey(f"{', '.join(missing)} did not answer a further question")
+            cohort = sorted(found)
+            return total(found)
+
+        while True:
+            try:
+                return conduct(survey, ask, self._outputs())
+            except FailedSurvey as error:
+                began, cohort = began + 1, None
+                if began > RESTARTS:
+                    raise FailedSurvey(
+                        f"{what} is given up after it began {began} times: {error}; start the "
+                        "server again, with its folder of checkpoints, when the clients are back"
+                    ) from error
+                log.warning("%s begins again: %s", what, error)
 
     def calibrate(self, state: Deployed) -> Deployed:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is
@@ -398,11 +465,11 @@ class _OverFlower:
             FailedSurvey: A survey was given up.
         """
 
-        def conduct(name: str, survey: Survey[Any], known: Known) -> Tensors:
+        def ask(name: str, survey: Survey[Any], known: Known) -> Tensors:
             told = replace(state, after=answers_of(known, state.algorithm))
             return self._conduct(told, survey, name)
 
-        known = answered(state.algorithm, state.server, state.answers, conduct)
+        known = answered(state.algorithm, state.server, state.answers, ask)
         return replace(state, after=(*answers_of(known, state.algorithm), *state.steps))
 
     def evaluate(self, run: Deployed, attempt: Journey | None) -> Deployed:
@@ -457,9 +524,9 @@ class _OverFlower:
         if self.folder is None:
             return
         roster = self.network.roster
-        write_round(
+        files.write_round(
             self.folder,
-            deployed.DEPLOYMENT,
+            DEPLOYMENT,
             {**vars(run), "keys": roster.keys, "counts": roster.counts},
         )
-        self.kept = dict(sorted((self.kept | {run.round: run.base}).items())[-KEPT:])
+        self.kept = dict(sorted((self.kept | {run.round: run.base}).items())[-files.KEPT :])

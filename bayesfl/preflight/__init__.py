@@ -7,6 +7,7 @@ names none of these. That a model mixes rows, as norms in training mode do, is s
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
+from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.preflight import likelihoods, methods, models
 
 
@@ -23,7 +24,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         UserWarning: The model is in evaluation mode, or ends in a softmax or a sigmoid; something
             is learnt in vain, or not at all; or targets are far from standardised.
     """
-    models.check_unchanged(algorithm)
+    refuse_changed(algorithm.model)
+    check_original(algorithm.model)
     width = likelihoods.width(algorithm.likelihood, data)
     trial = algorithm.trial(data.train)
     outputs = models.outputs(algorithm, data, trial, width)

@@ -10,7 +10,6 @@ from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli, Categorical, MultiLabel, Tokens
-from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.models.modes import asleep
 from bayesfl.models.remedies import explained
 from bayesfl.models.trial import ROWS, Trial, one_row_each
@@ -19,17 +18,6 @@ BYTES_SEARCHED = 2**24  # bytes of whole numbers that are searched at once
 NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
 """Types of tokens and codes; bytes are mostly images, in files of any size."""
 FEW_COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
-
-
-def check_unchanged(algorithm: Algorithm) -> None:
-    """Check that a method's model, and the user's of which it is a copy, are what they were when
-    the method was made.
-
-    Raises:
-        ValueError: Frozen weights were changed, or parameters were frozen, unfrozen or replaced.
-    """
-    refuse_changed(algorithm.model)
-    check_original(algorithm.model)
 
 
 def outputs(

@@ -23,7 +23,6 @@ from torch import nn
 
 from bayesfl.base import archive
 from bayesfl.base.addressed import Seeded
-from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, digest_of, packages
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -234,7 +233,7 @@ class Cell:
         algorithm, _ = self.algorithm(clients, model)
         found = load(path, algorithm, clients, device=self.settings.get("device", "cpu"))
         if repr(found.history.rows) != repr(record.history.rows):
-            raise CheckpointError(
+            raise archive.CheckpointError(
                 f"{str(path)!r} holds another run than the record beside it; delete it, and run "
                 "the study again"
             )
@@ -284,7 +283,7 @@ def record_of(file: Path) -> Record | None:
     """
     try:
         record = Record.read(file)
-    except (CheckpointError, TypeError):
+    except (archive.CheckpointError, TypeError):
         return None
     return record if record.address == file.stem else None
 

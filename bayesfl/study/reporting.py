@@ -3,23 +3,17 @@ and every run.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from bayesfl.base.display.html import Cell, facts, frame, picture, table
+from bayesfl.base.display.html import Cell, facts, picture, table
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.federation.run.reporting import curves
 from bayesfl.study.budget import BUDGET
 
-if TYPE_CHECKING:
-    import bayesfl.study.table
-    from bayesfl.study.table import Table
 
-
-def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table") -> None:
+def write_report(path: str | os.PathLike[str], study: Any) -> None:
     """Write the report of a study.
 
     Args:
@@ -52,7 +46,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     write_page(path, title, parts, lead=_lead(study), headline=headline)
 
 
-def _lead(study: "Table") -> str:
+def _lead(study: Any) -> str:
     """Say whether all methods saw the same data."""
     seen = {
         frozenset((row.seed, row.record.data) for row in study.rows if row.method == method)
@@ -63,35 +57,15 @@ def _lead(study: "Table") -> str:
     return "Runs of several methods, not all with the same seeds and data."
 
 
-def _curves(study: "Table") -> list[Section]:
+def _curves(study: Any) -> list[Section]:
     histories: dict[str, list[Any]] = {}
     for row in study.rows:
         if row.record.error is None:
             histories.setdefault(row.method, []).append(row.record.history)
-    drawn = [
-        picture(
-            plots.learning_curves(histories, metric=column).figure,
-            f"{in_prose(column)} against the rounds",
-        )
-        for column in (*HEADLINES, "personal_nll")
-        if all(len(_evaluated(seeds, column)) > 1 for seeds in histories.values())
-    ]
-    if not drawn:
-        return []
-    return [Section("Learning curves", f'<div class="pictures">{"".join(drawn)}</div>')]
+    return curves(histories)
 
 
-def _evaluated(seeds: list[Any], column: str) -> set[float]:
-    """Return the rounds in which a measure is known under every seed."""
-    return set[float].intersection(
-        *(
-            set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
-            for one in seeds
-        )
-    )
-
-
-def _clients(study: "Table") -> list[Section]:
+def _clients(study: Any) -> list[Section]:
     """Show measures of every client under every method, of the first seed that all have."""
     done = {(row.method, row.seed): row for row in study.rows if row.record.error is None}
     seeds = [row.seed for row in study.rows if all((m, row.seed) in done for m in study.methods)]
@@ -111,7 +85,7 @@ def _clients(study: "Table") -> list[Section]:
     return [Section("Clients", told + table(columns))]
 
 
-def _budgets(study: "Table") -> str:
+def _budgets(study: Any) -> str:
     told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
@@ -122,15 +96,16 @@ def _budgets(study: "Table") -> str:
     return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
 
 
-def _runs(study: "Table") -> str:
-    found = study.to_pandas().set_index("method")
+def _runs(study: Any) -> str:
+    found = study.to_pandas()
     if "error" in found and not found["error"].notna().any():
         found = found.drop(columns="error")
     measures = {measure for of in study.summary().values() for measure in of}
     shown = [
         name
         for name in found.columns
-        if name in ("seed", *measures, study.by, "seconds", "error") or name.startswith("option_")
+        if name in ("method", "seed", *measures, study.by, "seconds", "error")
+        or name.startswith("option_")
     ]
     titles = {name: in_prose(str(name).removeprefix("option_")) for name in shown}
-    return frame(found[shown].rename(columns=titles))
+    return table({title: found[name] for name, title in titles.items()})

@@ -5,7 +5,7 @@ paired differences, and what of the methods' training differs.
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -60,8 +60,7 @@ class Estimate(NamedTuple):
         return f"{self.mean:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
 
-@dataclass(frozen=True)
-class Summary(Shown, Mapping[str, Mapping[str, Estimate]]):
+class Summary(Shown, dict[str, dict[str, Estimate]]):
     """Means over seeds, by method and measure; `print` shows them as a table.
 
     Args:
@@ -75,19 +74,14 @@ class Summary(Shown, Mapping[str, Mapping[str, Estimate]]):
         True
     """
 
-    runs: Mapping[str, Mapping[str, Sequence[float]]]
-
-    def __getitem__(self, method: str) -> dict[str, Estimate]:
-        return {
-            measure: Estimate(*report.mean_and_error(values), len(values))
-            for measure, values in self.runs[method].items()
-        }
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.runs)
-
-    def __len__(self) -> int:
-        return len(self.runs)
+    def __init__(self, runs: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        super().__init__()
+        self.runs = runs
+        for method, of in runs.items():
+            self[method] = {
+                measure: Estimate(*report.mean_and_error(values), len(values))
+                for measure, values in of.items()
+            }
 
     def sheet(self) -> Sheet:
         """Return the table of means and errors."""
@@ -523,14 +517,12 @@ class Table:
         """Return in words what a client of each method does and sends in a round, and the settings
         in which methods differ, {method: {what: words}}.
         """
-        done = {
-            method: [r.record for r in self.rows if r.method == method and r.record.error is None]
-            for method in self.methods
-        }
+        done: dict[str, list[Record]] = {}
+        for row in self.rows:
+            if row.record.error is None:
+                done.setdefault(row.method, []).append(row.record)
         told: dict[str, dict[str, str]] = {}
         for method, records in done.items():
-            if not records:
-                continue
             told[method] = {
                 key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
                 for key, digits in BUDGET.items()

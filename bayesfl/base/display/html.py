@@ -146,17 +146,6 @@ def table(
     )
 
 
-def frame(found: Any, **options: Any) -> str:
-    """Return the table of a data frame of pandas, whose index names the rows.
-
-    Args:
-        found: The data frame.
-        **options: As of `table`.
-    """
-    index = [", ".join(map(str, one)) if isinstance(one, tuple) else one for one in found.index]
-    return table({found.index.name or "": index, **dict(found.items())}, **options)
-
-
 def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> str:
     """Return a table for a notebook, of the first ten rows alone where there are more.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bayesfl.base.display import html
-from bayesfl.base.display.html import Cell, told
 
 _LATEX = {one: f"\\{one}" for one in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -123,7 +122,7 @@ def of_frame(frame: Any, caption: str = "", notes: Sequence[str] = ()) -> Sheet:
     names = [", ".join(map(str, one)) if isinstance(one, tuple) else one for one in frame.index]
     columns = {
         str(title): [
-            Cell(x, "" if x != x else f"{x:.4g}") if isinstance(x, float) else x for x in of
+            html.Cell(x, "" if x != x else f"{x:.4g}") if isinstance(x, float) else x for x in of
         ]
         for title, of in frame.items()
     }
@@ -143,7 +142,7 @@ def escaped(text: object) -> str:
 
 def _column(cells: Sequence[Any]) -> list[str]:
     """Return a column's cells as text, numbers aligned at the point and at the sign ±."""
-    found = [one if isinstance(one, Cell) else Cell(0.0, told(one)) for one in cells]
+    found = [one if isinstance(one, html.Cell) else html.Cell(0.0, html.told(one)) for one in cells]
     width = max((len(one.shown) for one in found if one.error), default=0)
     tail = max((len(one.error) for one in found), default=0)
     marked = any(one.best is not None for one in found)
@@ -156,13 +155,13 @@ def _column(cells: Sequence[Any]) -> list[str]:
 
 
 def _in_markdown(cell: Any) -> str:
-    found = escaped(told(cell))
-    return f"**{found}**" if isinstance(cell, Cell) and cell.best else found
+    found = escaped(html.told(cell))
+    return f"**{found}**" if isinstance(cell, html.Cell) and cell.best else found
 
 
 def _in_latex(cell: Any) -> str:
-    if not isinstance(cell, Cell):
-        return _latex(told(cell))
+    if not isinstance(cell, html.Cell):
+        return _latex(html.told(cell))
     found = _latex(cell.told)
     return (f"\\textbf{{{found}}}" if cell.best else found) + _latex(cell.mark)
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
-from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.base.described import described, differences
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import words
@@ -48,15 +47,13 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
 from bayesfl.evaluation.calibration.conformal import epistemic_score
-from bayesfl.evaluation.calibration.steps import any_draws as draws_of
-from bayesfl.evaluation.calibration.steps import compares
+from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
 from bayesfl.federation.clients.modules import module_at
-from bayesfl.federation.clients.pooling import servers
-from bayesfl.federation.clients.predicting import predicting, predictor_of, rule_of
+from bayesfl.federation.clients.pooling import predicting, predictor_of, rule_of, servers
 from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
@@ -212,7 +209,7 @@ class ClientModel:
                 "at the weights",
             )
         of_all = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else {}
-        draws_own = draws_of(one.step for one in self.steps)
+        draws_own = any_draws(one.step for one in self.steps)
         return LocalPredictions.of_one(
             self.client,
             found,
@@ -235,7 +232,6 @@ class ClientModel:
             ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
                 fit `x`, or there is no epistemic uncertainty.
         """
-        self._check_rows_alone()
         check_index(x=x, y=y)
         place, one = self._sets()
         local = self.local_predictions(x)
@@ -249,16 +245,14 @@ class ClientModel:
             labels = self.schema.read_labels(y, len(made.mask))
             local = replace(local, predictions=replace(made, labels=labels))
         local = calibration.applied(self.steps[:place], local)
-        if y is not None:
-            return Scores.made(
-                cast(calibration.Conformal, one.step).scored(local).numpy(),
-                "labels",
-                self._source(one),
-            )
-        found = epistemic_score(local).numpy()
-        if np.isnan(found).any():
+        found = (
+            epistemic_score(local)
+            if y is None
+            else cast(calibration.Conformal, one.step).scored(local)
+        ).numpy()
+        if y is None and np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
-        return Scores.made(found, "epistemic", self._source(one))
+        return Scores.made(found, "epistemic" if y is None else "labels", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for rows to come, which compares them with the client's calibration rows,
@@ -277,7 +271,6 @@ class ClientModel:
             ValueError: The client's model has no conformal sets, the client has no calibration
                 rows, or there is no epistemic uncertainty.
         """
-        self._check_rows_alone()
         kept = {"labels": "scores", "epistemic": "epistemic"}[score]
         _, one = self._sets()
         reference = one.own[kept][0]
@@ -306,9 +299,21 @@ class ClientModel:
             of=source,
         )
 
-    def _check_rows_alone(self) -> None:
-        """Raise ValueError if predictions of a row depend on the rows with it: new rows then differ
-        from calibration rows in any case.
+    def _source(self, one: calibration.Fitted) -> str:
+        """Return what tells a model and its calibration from others: its calibration rows' scores
+        follow from both.
+        """
+        made = archive.digest_of_tensors(
+            repr(one.step), {name: t.cpu() for name, t in one.own.items()}
+        )[:8]
+        return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
+
+    def _sets(self) -> tuple[int, calibration.Fitted]:
+        """Return the last step that makes sets, and its place.
+
+        Raises:
+            ValueError: Predictions of a row depend on the rows with it, so that new rows differ
+                from calibration rows in any case; or there is none.
         """
         if self.algorithm.predictor is not None and self.algorithm.draws:
             raise ValueError(
@@ -317,20 +322,6 @@ class ClientModel:
                 "compared: train by the same method with another link, such as 'contrasts', and "
                 "draws=0"
             )
-
-    def _source(self, one: calibration.Fitted) -> str:
-        """Return what tells a model and its calibration from others: its calibration rows' scores
-        follow from both.
-        """
-        made = digest_of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
-        return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
-
-    def _sets(self) -> tuple[int, calibration.Fitted]:
-        """Return the last step that makes sets, and its place.
-
-        Raises:
-            ValueError: There is none.
-        """
         found = [
             (place, one)
             for place, one in enumerate(self.steps)
@@ -669,7 +660,7 @@ def load_client(
         same_method(repr(str(file)), known, algorithm)
     else:
         if "needs" in predicts:
-            raise CheckpointError(
+            raise archive.CheckpointError(
                 f"{str(file)!r} needs the method that made it: a file holds no code, and "
                 f"{predicts['needs']} has part in its predictions"
             )
@@ -720,7 +711,9 @@ def only_file(path: Path) -> Path:
     direct = path / files.CLIENT_FILE
     found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE))
     if not found:
-        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {files.CLIENT_FILE}")
+        raise archive.CheckpointError(
+            f"{str(path)!r} holds no model of a client, no {files.CLIENT_FILE}"
+        )
     if len(found) == 1:
         return found[0]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
@@ -728,7 +721,7 @@ def only_file(path: Path) -> Path:
     experiments = {file.parent.parent.name for file in found}
     if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
         several = ", ".join(str(file.parent) for file in found[:3])
-        raise CheckpointError(
+        raise archive.CheckpointError(
             f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass "
             "one of these folders"
         )

@@ -120,11 +120,6 @@ class Done:
     diverged: np.ndarray
     heads: dict[int, Any] = field(default_factory=dict)
 
-    def keep_head(self, client: int, made: Any) -> None:
-        """Keep what a client has made, if all clients so far and this one fit in `KEPT` bytes."""
-        if (len(self.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:
-            self.heads[client] = made
-
 
 @dataclass(frozen=True)
 class Local:

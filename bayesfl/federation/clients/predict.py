@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each
 from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
@@ -22,7 +22,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.collecting import Collector
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
-from bayesfl.federation.clients.local import Done, Local, State, read_rows
+from bayesfl.federation.clients.local import KEPT, Done, Local, State, read_rows
 from bayesfl.models.remedies import explained
 
 Predicted: TypeAlias = tuple[np.ndarray, Tensors]
@@ -113,12 +113,12 @@ def of_chunk(
         return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
     value = value_of(algorithm, known)
-    for row, fitted in fitted_of(local, done, known):
-        client = int(row[0])
+    for client, fitted in fitted_of(local, done, known):
         for split, parts in zip(splits, out, strict=True):
             about: Any = {"client": client, "seed": local.seed, "round": round, "draws": draws}
             rows = rows_of(split, client)
-            parts.append((row, of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)))
+            found = of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)
+            parts.append((np.array([client]), found))
     return out
 
 
@@ -277,8 +277,8 @@ def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None
 
 def fitted_of(
     local: Local, done: Done, known: Mapping[str, Tensors]
-) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
-    """Yield each client of a chunk, [1], with its predictor, which is told the last states of its
+) -> Iterator[tuple[int, FittedPredictor]]:
+    """Yield each client of a chunk with its predictor, which is told the last states of its
     surveys beside what the server sends.
     """
     rule: Any = local.algorithm.predictor
@@ -290,11 +290,12 @@ def fitted_of(
             fitted = rule.restored(local.algorithm, view | own, tensors)
         else:
             x, y = local.train.client(client)
-            fitted = rule(local.algorithm, given, view, {"x": x, "y": y})
-            if keeps:
-                made = vars(fitted)
-                done.keep_head(client, ({HEAD: made["view"][HEAD]}, made["state"]))
-        yield done.ids[c : c + 1], fitted
+            fitted: Any = rule(local.algorithm, given, view, {"x": x, "y": y})
+            made = ({HEAD: fitted.view[HEAD]}, fitted.state) if keeps else ()
+            # If all clients so far and this one fit.
+            if keeps and (len(done.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:
+                done.heads[client] = made
+        yield client, fitted
 
 
 def of_fitted(

@@ -4,7 +4,7 @@ how answers are added.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.store.identity import reading
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 _ANEW = "begin with result.uncalibrated().calibrate(...), and give each once, in the order of use"
 
@@ -222,7 +219,7 @@ def settled(
     return tuple(done)
 
 
-def about(result: "Result", surveys: Sequence[Survey]) -> Outputs:
+def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
     """Return what is predicted, as surveys that begin know it.
 
     Raises:
@@ -292,7 +289,7 @@ def check_reading(result: Any) -> None:
 
 
 def known(
-    result: "Result",
+    result: Any,
     local: Local,
     split: ClientData,
     found: LocalPredictions,

@@ -120,8 +120,7 @@ def candidates(
     assert algorithm.predictor is not None
     grid, losses = algorithm.predictor.grid, []
     counted = isinstance(algorithm.likelihood, Poisson)
-    for row, fitted in fitted_of(local, done, known):
-        client = int(row[0])
+    for client, fitted in fitted_of(local, done, known):
         rows, y = rows_of(validation, client), validation.y[validation.rows(client)]
         losses.append(torch.full((len(y), len(grid)), torch.inf, dtype=torch.float64))
         if not len(y):

@@ -29,7 +29,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -54,12 +54,15 @@ from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.clients.tuning import check_tunable
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
-from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
-
+from bayesfl.federation.rounds.replies import (
+    Aggregation,
+    AggregationRun,
+    Replies,
+    RoundSum,
+    Unseen,
+    check_combine,
+    was_sent,
+)
 
 SECRET = 16
 """Least number of bytes of a secret."""
@@ -161,7 +164,7 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class ClientPrivacy:
+class ClientPrivacy(Aggregation):
     """Make rounds differentially private for clients, by `simulate(aggregation=)`.
 
     Every client is in a cohort with probability `participation`, independently of the others; leave
@@ -211,7 +214,7 @@ class ClientPrivacy:
     delta: Annotated[float, PROBABILITY] = 1e-5
     secret: bytes | None = field(default=None, repr=False)
     weights: Sequence[float] | None = field(default=None, repr=False)
-    sampling: ClassVar[Literal["poisson"]] = "poisson"
+    sampling: ClassVar[Literal["poisson"] | None] = "poisson"
 
     def __post_init__(self) -> None:
         if self.secret is not None and not (
@@ -236,7 +239,7 @@ class ClientPrivacy:
         return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
@@ -284,7 +287,8 @@ class ClientPrivacy:
                 f"the history of the resumed run counts {last.get('releases', 'no')} releases "
                 f"after {result.round} rounds, so that its epsilon is unknown; start a new run"
             )
-        run = _PrivateRun(self, result, repeats + int(counted))
+        releases = repeats + int(counted)
+        run = _PrivateRun(algorithm, result.settings, clients, 0, self, releases)
         run.spent(run.releases + 1)  # as after the first round; without dp-accounting it fails now
         return run
 
@@ -340,25 +344,22 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         )
 
 
-class _PrivateRun:
+@dataclass
+class _PrivateRun(AggregationRun):
     """The `AggregationRun` of `ClientPrivacy`."""
 
-    least = 0
+    rule: ClientPrivacy
+    releases: int
 
-    def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
-        self.rule, self.algorithm = rule, result.algorithm
+    def __post_init__(self) -> None:
         # That of rank 0, as all ranks draw the same cohort.
-        told, *_ = current().every(lambda: (rule.secret or secrets.token_bytes(32)).hex())
-        self.secret = bytes.fromhex(told)
-        self.p = result.settings.participation
-        self.clients = result.data.clients
-        self.rounds = result.settings.rounds
-        self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
-        self.releases = releases
+        told, *_ = current().every(lambda: (self.rule.secret or secrets.token_bytes(32)).hex())
+        self.secret, given = bytes.fromhex(told), self.rule.weights
+        self.weights = np.ones(self.clients) if given is None else np.array(given)
 
     def cohort(self, round: int) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
-        return np.flatnonzero(drawn < self.p)
+        return np.flatnonzero(drawn < self.settings.participation)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         return _PrivateRound(self, server, round)
@@ -366,23 +367,22 @@ class _PrivateRun:
     def spent(self, releases: int) -> dict[str, float]:
         """Return the columns that say what so many releases have spent; they are remembered."""
         noise, delta = self.rule.noise_multiplier, self.rule.delta
+        about: Any = {"noise_multiplier": noise, "releases": releases, "delta": delta}
         return {
             "releases": releases,
-            "epsilon": epsilon(
-                noise_multiplier=noise, participation=self.p, releases=releases, delta=delta
-            ),
-            "epsilon_own": epsilon_own(noise_multiplier=noise, releases=releases, delta=delta),
+            "epsilon": epsilon(participation=self.settings.participation, **about),
+            "epsilon_own": epsilon_own(**about),
         }
 
 
-class _PrivateRound:
+class _PrivateRound(RoundSum):
+    run: _PrivateRun
+
     def __init__(self, run: _PrivateRun, server: Server, round: int) -> None:
-        self._run, self._server, self._round = run, server, round
-        self._next = NextServer(run.algorithm, server, run.clients, round)
+        super().__init__(run, server, round)
         blocks = {
-            name: {key: server[name][key] for key in block.pool.sends}
-            for name, block in run.algorithm.blocks.items()
-            if block.pool
+            name: {key: server[name][key] for key in pool.sends}
+            for name, pool in self._pools.items()
         }
         self._flat: dict[str, Tensor] = flatten(blocks)
         self.total = torch.cat(
@@ -395,7 +395,7 @@ class _PrivateRound:
     def add(self, replies: Replies) -> None:
         """Add the clipped differences of a chunk; the clients' numbers of examples are not used."""
         ids, sent = replies.ids, replies.sent
-        began = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent))
+        began = flatten(was_sent(self.run.algorithm, self.start, ids, replies.n.device, sent))
         came = flatten(sent)
         moved = [
             (came[name].double() - began.get(name, old).double()).flatten(1)
@@ -405,8 +405,8 @@ class _PrivateRound:
             difference = torch.cat(rows)
             length = float(difference.norm())
             if math.isfinite(length):  # a difference that is not finite adds nothing
-                share = min(1.0, self._run.rule.clip / length) if length else 1.0
-                self.total.add_(difference, alpha=float(self._run.weights[client]) * share)
+                share = min(1.0, self.run.rule.clip / length) if length else 1.0
+                self.total.add_(difference, alpha=float(self.run.weights[client]) * share)
 
     def server(self) -> Server:
         """Return the server's next state, with noise; see `RoundSum.server`.
@@ -415,9 +415,9 @@ class _PrivateRound:
             DivergenceError: The next state is not finite.
             ValueError: The method's `combine` reads what single clients sent.
         """
-        run, weights = self._run, self._run.weights
-        released = (self.total + self._noise()) / (run.p * weights.sum())
-        new = dict(self._server)
+        run, weights = self.run, self.run.weights
+        released = (self.total + self._noise()) / (run.settings.participation * weights.sum())
+        new = dict(self.start)
         for (name, old), part in zip(
             self._flat.items(),
             released.split([t.numel() for t in self._flat.values()]),
@@ -426,8 +426,9 @@ class _PrivateRound:
             block, key = name.split(".")
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
-        unseen = Unseen(CLIPPED_ONLY, self._round, run.rounds, run.clients)
-        return self._next.state(new, unseen, unseen)
+        self.row = {"train_nll": math.nan, **run.spent(run.releases)}
+        unseen = Unseen(CLIPPED_ONLY, **self._known)
+        return self._next_state(new, unseen, unseen)
 
     def _noise(self) -> Tensor:
         """Return the noise on the sum, a function of the secret, the round and the sum itself.
@@ -437,15 +438,11 @@ class _PrivateRound:
         independent, so that the difference of two releases always contains noise. The same holds
         where another kernel merely rounds the sum differently.
         """
-        run = self._run
+        run = self.run
         seen = hashlib.sha256(self.total.cpu().numpy().tobytes()).digest()
         drawn = normals(
-            run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self.total)
+            run.secret, b"noise", self.round.to_bytes(8, "little"), seen, size=len(self.total)
         )
         return torch.from_numpy(
             run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn
         ).to(self.total)
-
-    def row(self) -> dict[str, float]:
-        """Return the privacy columns of the history; see `RoundSum.row`."""
-        return {"train_nll": math.nan, **self._run.spent(self._run.releases)}

@@ -33,7 +33,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,20 +41,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.options import Positive, declared
-from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
+from bayesfl.base.protocols import Server, StackedPool, Tensors
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten, nest
-from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
-from bayesfl.federation.rounds.replies import AggregationRun, OpenRun, Replies, RoundSum
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
-
+from bayesfl.federation.rounds.replies import (
+    Aggregation,
+    AggregationRun,
+    Replies,
+    RoundSum,
+    Unseen,
+    check_combine,
+)
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62
@@ -133,7 +134,7 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class SecureSum:
+class SecureSum(Aggregation):
     """Show the server only the sum of what the clients send, by `simulate(aggregation=)`.
 
     A client computes what it adds to the pools' sums, already multiplied by its weight, and masks
@@ -167,7 +168,6 @@ class SecureSum:
 
     range: Positive = 2.0**20
     step: Positive = 2.0**-24
-    sampling = None
 
     @property
     def name(self) -> str:
@@ -228,7 +228,7 @@ class SecureSum:
             )
 
     def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
     ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
@@ -276,43 +276,24 @@ def _clips(pool: object) -> bool:
 
 
 @dataclass
-class _SecureRun(OpenRun):
+class _SecureRun(AggregationRun):
     rule: SecureSum
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        following = NextServer(self.algorithm, server, self.clients, round)
-        known = {"round": round, "rounds": self.settings.rounds, "clients": self.clients}
-        return _SecureRound(self.rule, self.algorithm, server, following, known, cohort)
+        return _SecureRound(self, server, round, cohort)
 
 
-class _SecureRound:
+class _SecureRound(RoundSum):
     """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds
     up their masked forms.
     """
 
-    def __init__(
-        self,
-        rule: SecureSum,
-        algorithm: Algorithm,
-        server: Server,
-        following: NextServer,
-        known: dict[str, int],
-        cohort: np.ndarray,
-    ) -> None:
-        self._rule, self._server, self._next = rule, server, following
-        self._known, self._round = known, known["round"]
-        self._cohort = cohort.tolist()
-        self._pools: dict[str, AdditivePool] = {
-            name: block.pool
-            for name, block in algorithm.blocks.items()
-            if block.pool and not isinstance(block.pool, StackedPool)
-        }
-        self._whole = {
-            name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)
-        }
-        self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
+    def __init__(self, run: _SecureRun, server: Server, round: int, cohort: np.ndarray) -> None:
+        super().__init__(run, server, round)
+        self._rule, self._cohort = run.rule, cohort.tolist()
         self._device = tree_leaves(server)[0].device
-        self._row: dict[str, float] = {}
+        # Of each client its integers; of each sum its shape.
+        self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
 
     def add(self, replies: Replies) -> None:
         """Prepare what each client of a chunk will send; the server learns none of it yet.
@@ -332,7 +313,7 @@ class _SecureRound:
             alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | self._known
             flat = flatten(
                 {
-                    name: pool.accumulate(None, self._server, name, alone)
+                    name: pool.accumulate(None, self.start, name, alone)
                     for name, pool in self._pools.items()
                 }
             )
@@ -342,10 +323,10 @@ class _SecureRound:
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
             except ValueError as error:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round + 1}: of "
+                    f"client {client} sends nothing in round {self.round + 1}: of "
                     f"what it would add to the sums, {error}; lower the learning rates, or look "
                     "at its weight",
-                    round=self._round + 1,
+                    round=self.round + 1,
                     client=client,
                 ) from error
             if clipped:
@@ -355,14 +336,15 @@ class _SecureRound:
     def _refuse_clipped(self, client: int, summands: Tensors) -> None:
         for name, t in summands.items():
             block, size = name.split(".")[0], float(t.abs().max())
-            if block in self._whole and size > self._rule.range:
+            statistics = isinstance(self.run.algorithm.blocks[block], Buffers)
+            if statistics and size > self._rule.range:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round + 1}: of "
+                    f"client {client} sends nothing in round {self.round + 1}: of "
                     f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
                     f"sums (its weight times its value), more than range={self._rule.range:g}; "
                     "pass a wider SecureSum(range=), with a larger step if need be, scale the "
                     "inputs, or take bf.models.group_norm(model)",
-                    round=self._round + 1,
+                    round=self.round + 1,
                     client=client,
                 )
 
@@ -385,16 +367,16 @@ class _SecureRound:
         if clipped:
             log.warning(
                 "round %d: %d numbers were clipped to +-%g; declare a wider range",
-                self._round + 1,
+                self.round + 1,
                 clipped,
                 self._rule.range,
             )
-        self._row["clipped"] = int(clipped)
-        new = self._server | {
-            name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
+        self.row["clipped"] = int(clipped)
+        new = self.start | {
+            name: pool.solve(self.start, name, totals[name]) for name, pool in self._pools.items()
         }
         ids = torch.tensor(sorted(own), device=self._device)
-        return self._next.state(new, ids, Unseen(SUMS_ONLY, **self._known))
+        return self._next_state(new, ids, Unseen(SUMS_ONLY, **self._known))
 
     def _sum(self) -> np.ndarray:
         """Return the sum of what the clients that replied encoded, one number for each value and a
@@ -411,12 +393,6 @@ class _SecureRound:
             ]
             sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
             if len(messages) == len(group):
-                self._row |= {"repeats": sends - 1, "bytes_up": volume}
+                self.row |= {"repeats": sends - 1, "bytes_up": volume}
                 return masked_total(messages)
             group = sorted(own)
-
-    def row(self) -> dict[str, float]:
-        """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see
-        `RoundSum.row`.
-        """
-        return self._row

@@ -8,6 +8,7 @@ must reject it. In both cases the client starts its next round from the last sta
 acknowledged, so that the round proceeds as without that client.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
@@ -68,12 +69,9 @@ def _tensor(change: Callable[[Any], Any]) -> Altered:
     return Altered(altered)
 
 
-def _poisoned(value: float) -> Altered:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        first = torch.arange(tensor.numel(), device=tensor.device).view_as(tensor) == 0
-        return tensor.masked_fill(first, value)
-
-    return _tensor(change)
+def _first_is(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    first = torch.arange(tensor.numel(), device=tensor.device).view_as(tensor) == 0
+    return tensor.masked_fill(first, value)
 
 
 FAULTS: dict[str, Fault] = {
@@ -89,8 +87,8 @@ FAULTS: dict[str, Fault] = {
     "shape": _tensor(lambda tensor: tensor.unsqueeze(0)),
     "dtype": _tensor(lambda tensor: tensor.half()),
     "larger": _tensor(lambda tensor: torch.cat([tensor, tensor])),
-    "nan": _poisoned(float("nan")),
-    "infinite": _poisoned(float("inf")),
+    "nan": _tensor(lambda tensor: _first_is(tensor, math.nan)),
+    "infinite": _tensor(lambda tensor: _first_is(tensor, math.inf)),
     "far": _tensor(lambda tensor: 1e6 + 1e6 * tensor),
 }
 """One example of each kind of fault, by name."""

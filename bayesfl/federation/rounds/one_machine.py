@@ -27,10 +27,10 @@ from bayesfl.federation.errors import called
 from bayesfl.federation.rounds.admission import Message, objection
 from bayesfl.federation.rounds.faults import Altered, Fault, FaultPlan, Lost
 from bayesfl.federation.rounds.replies import Replies
-from bayesfl.federation.rounds.round import Absence, Round
+from bayesfl.federation.rounds.round import Absence, Round, Transport
 
 
-class OneMachine:
+class OneMachine(Transport):
     """A `Transport` of one attempt at a round, of which each rank trains its share of the chunks.
 
     Private rows are written by `commit`, when the round is known to count.
@@ -54,19 +54,13 @@ class OneMachine:
         test: ClientData | None,
         faults: FaultPlan | None,
     ) -> None:
-        self._local = local
-        self._state = state
-        self._crew = crew
-        self._test = test
-        self._faults = faults
+        super().__init__(local.train.counts)
+        self._local, self._state, self._crew = local, state, crew
+        self._test, self._faults = test, faults
         self.predicted: LocalPredictions | None = None
         """Predictions on `test`, before aggregation, of the clients that were taken; None where
         there are none.
         """
-        self.counts = local.train.counts
-        self.apart = 0.0
-        self.seconds: dict[str, float] = {}
-        self.traffic: dict[str, float] = {}
         self._new: list[tuple[np.ndarray, View]] = []
         self._seen: list[predict.Predicted] = []
 

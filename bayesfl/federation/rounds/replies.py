@@ -4,26 +4,23 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesfl.base.numerics import finite
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
-from bayesfl.base.trees import flatten
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.federation.clients.local import read_rows
 from bayesfl.federation.errors import DivergenceError, FailedRound, called
 from bayesfl.federation.rounds.admission import Admission, distances, shares, usual
-from bayesfl.federation.rounds.next_server import NextServer
 from bayesfl.federation.settings import OPEN, Settings
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 log = logging.getLogger(__name__)
 
@@ -55,141 +52,107 @@ class Replies:
         return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
 
 
-class RoundSum(Protocol):
-    """A sum of one round's replies, from which the server's next state is computed."""
+class Unseen:
+    """A placeholder for uplinks that the server has not seen; it tells `combine` the numbers of the
+    round, of rounds and of clients only.
 
-    total: Any
-    """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
+    Any other use of it raises ValueError.
+
+    Args:
+        why: Why the uplinks are missing, the beginning of the error message.
+        round: The current round, counted from 0.
+        rounds: Number of rounds of the run.
+        clients: Number of clients J of the federation.
+    """
+
+    def __init__(self, why: str, round: int, rounds: int, clients: int) -> None:
+        self._why, self._known = why, {"round": round, "rounds": rounds, "clients": clients}
+
+    def __getitem__(self, name: Any) -> Any:
+        return (
+            self._known[name]
+            if isinstance(name, str) and name in self._known
+            else self._refuse(name)
+        )
+
+    def _refuse(self, *asked: Any) -> Any:
+        raise ValueError(
+            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; "
+            "take a method whose server only adds up, or, where it can do without, "
+            "dataclasses.replace(algorithm, combine=bf.Algorithm.combine, reports={})"
+        )
+
+    __contains__ = __iter__ = __len__ = __getattr__ = _refuse
+
+
+def check_combine(result: Any, ids: Any, why: str) -> None:
+    """Check that the method's `combine` works without the replies of single clients, by calling it
+    once with a placeholder for them.
+
+    Args:
+        result: The state that the run starts from, a `Result`.
+        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server
+            does not know them either.
+        why: The reason that the server does not see single replies, with which the error message
+            begins.
+
+    Raises:
+        ValueError: `combine` reads a reply, or fails without the replies.
+    """
+    unseen = Unseen(why, result.round, result.settings.rounds, result.data.clients)
+    try:
+        combined(result.algorithm, result.server, ids, unseen)
+    except (TypeError, IndexError) as error:
+        raise ValueError(f"{why}, and the method's `combine` fails without it: {error}") from error
+
+
+def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Server:
+    """Return what the method's `combine` changes on the server.
+
+    Raises:
+        ValueError: `combine` changes what it is given.
+    """
+    given = tree_map(lambda t: t, server)  # in new mappings
+    versions = [t._version for t in tree_leaves(server)]
+    changed = algorithm.combine(given, ids, uplink)
+    before, after = flatten(server), flatten(given)
+    assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
+    if assigned or versions != [t._version for t in tree_leaves(server)]:
+        raise ValueError(
+            "`combine` changes the server's state in place, which earlier results share; return "
+            "new tensors, as {'k': server['k'] + 1}"
+        )
+    return changed
+
+
+class RoundSum:
+    """A sum of one round's replies, from which the server's next state is computed. Here the server
+    sees them: pools add them up as they arrive, and what `combine` reads of single clients is kept.
+    Another sum has its own `add` and `server`.
+
+    Args:
+        run: The rule of the run.
+        server: The state that was sent to the clients.
+        round: The current round, counted from 0.
+    """
+
+    def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
+        self.run, self.start, self.round = run, server, round
+        self._known = {"round": round, "rounds": run.settings.rounds, "clients": run.clients}
+        self._versions = [t._version for t in tree_leaves(server)]
+        blocks = run.algorithm.blocks.items()
+        self._pools: dict[str, Any] = {name: block.pool for name, block in blocks if block.pool}
+        self.total: Any = {}, []
+        """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
+        self.row: dict[str, float] = {}
+        """The columns that the sum adds to the history, known once the next state is; they replace
+        columns of the same name.
+        """
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of replies that were taken; the sum decides what the server learns of each of
         them.
         """
-        ...
-
-    def server(self) -> Server:
-        """Return the server's next state, after the last chunk."""
-        ...
-
-    def row(self) -> dict[str, float]:
-        """Return the columns that the sum adds to the history, once the next state is known; they
-        replace columns of the same name.
-        """
-        ...
-
-
-class AggregationRun(Protocol):
-    """A rule by which one run draws its cohorts and adds up their replies."""
-
-    least: int
-    """Number of replies that a round needs."""
-
-    def cohort(self, round: int) -> np.ndarray:
-        """Return the ids of one round's cohort, ascending."""
-        ...
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort,
-        some of which may not reply.
-        """
-        ...
-
-
-@runtime_checkable
-class Aggregation(Protocol):
-    """A way to add up the clients' uplinks, for `simulate(aggregation=)`."""
-
-    @property
-    def name(self) -> str:
-        """Return the settings in words, without secrets; a resumed run must have the same name."""
-        ...
-
-    @property
-    def sampling(self) -> Literal["poisson"] | None:
-        """Return how cohorts are drawn, or None where the run may choose."""
-        ...
-
-    def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
-    ) -> AggregationRun:
-        """Start a run that continues from `result`.
-
-        Args:
-            result: The state from which the run starts.
-            admission: Which replies are taken.
-            every: Rounds between checkpoints; None for no checkpoints.
-            repeats: Number of rounds that an earlier run has done after `result`, and that are done
-                again.
-
-        Raises:
-            ValueError: The method or the settings do not fit.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class OpenAggregation:
-    """The aggregation in which the server sees every client's reply."""
-
-    name = OPEN
-    sampling = None
-
-    def start(
-        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
-    ) -> AggregationRun:
-        """Start a run that continues from `result`; see `Aggregation.start`."""
-        return OpenRun(
-            result.algorithm, result.settings, result.data.clients, admission.min_clients
-        )
-
-
-@dataclass
-class OpenRun:
-    """The `AggregationRun` of a run whose server sees every client's reply.
-
-    Args:
-        algorithm: The method.
-        settings: The run's settings.
-        clients: Number of clients.
-        least: Number of replies that a round needs.
-    """
-
-    algorithm: Algorithm
-    settings: Settings
-    clients: int
-    least: int
-
-    def cohort(self, round: int) -> np.ndarray:
-        """Return the ids of one round's cohort, ascending, drawn by the settings."""
-        return self.settings.cohort(self.clients, round)
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """Begin the sum of a round; see `AggregationRun.begin`."""
-        return OpenSum(self.algorithm, server, self.clients, round, self.settings.rounds)
-
-
-class OpenSum:
-    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what
-    `combine` reads of single clients is kept.
-
-    Args:
-        algorithm: The method.
-        server: The state that was sent to the clients.
-        clients: Number of clients J of the federation.
-        round: The current round, counted from 0.
-        rounds: Number of rounds of the run.
-    """
-
-    def __init__(
-        self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int
-    ) -> None:
-        self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
-        self._next = NextServer(algorithm, server, clients, round)
-        self.total: tuple[dict[str, Tensors], list[Uplink]] = {}, []
-        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
-
-    def add(self, replies: Replies) -> None:
-        """Add a chunk of replies, client by client."""
         extra = replies.reported | {
             "n": replies.n,
             "ids": torch.from_numpy(replies.ids).to(replies.n.device),
@@ -197,8 +160,8 @@ class OpenSum:
         totals, stacked = self.total
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
-                uplink = {**replies.sent, **extra, **self._round}
-                totals[name] = pool.accumulate(totals.get(name), self._server, name, uplink)
+                uplink = {**replies.sent, **extra, **self._known}
+                totals[name] = pool.accumulate(totals.get(name), self.start, name, uplink)
         stacked.append(
             extra
             | {
@@ -217,18 +180,120 @@ class OpenSum:
                 tensors, or tensors of other shapes or dtypes.
         """
         totals, stacked = self.total
-        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._round
-        new = dict(self._server)
+        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
+        new = dict(self.start)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
-                new[name] = pool(self._server, name, uplink)
+                new[name] = pool(self.start, name, uplink)
             else:
-                new[name] = pool.solve(self._server, name, totals[name])
-        return self._next.state(new, uplink["ids"], uplink)
+                new[name] = pool.solve(self.start, name, totals[name])
+        return self._next_state(new, uplink["ids"], uplink)
 
-    def row(self) -> dict[str, float]:
-        """Return no columns: the history needs nothing more."""
-        return {}
+    def _next_state(self, new: Server, ids: Any, uplink: Any) -> Server:
+        """Return the server's next state: what its pools computed, `new`, changed by the method's
+        `combine` and checked against the present one.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
+                has, or changes the state before.
+        """
+        new = new | combined(self.run.algorithm, new, ids, uplink)
+        if self._versions != [t._version for t in tree_leaves(self.start)]:
+            raise ValueError(
+                "a pool or `address` writes into the server's tensors, which earlier results "
+                "share; let it return new ones"
+            )
+        before, after, free = flatten(self.start), flatten(new), self.run.algorithm.free
+        if unknown := sorted(after.keys() - before.keys()):
+            raise ValueError(
+                f"a pool or `combine` returns {unknown}, which the server does not have; give them "
+                "a start in `server`"
+            )
+        if wrong := [
+            key
+            for key in before
+            if key not in after
+            or not (
+                alike(before[key], after[key])
+                or alike(before[key], after[key], free=free(self.run.clients).get(key, 0))
+            )
+        ]:
+            returned, expected = shapes(new), shapes(self.start)
+            found = {key: returned.get(key, "nothing") for key in wrong}
+            held = {key: expected.get(key, "nothing") for key in wrong}
+            raise ValueError(
+                f"a pool or `combine` returns {found} where the server has {held}; return entries "
+                "in their shapes and dtypes"
+            )
+        if not all(finite(t) for t in tree_leaves(new)):
+            raise DivergenceError(
+                f"the server is no longer finite after round {self.round + 1}; lower "
+                "the learning rates",
+                round=self.round + 1,
+            )
+        return new
+
+
+@dataclass
+class AggregationRun:
+    """A rule by which one run draws its cohorts and adds up their replies; here the settings draw
+    them, and the server sees every reply.
+
+    Args:
+        algorithm: The method.
+        settings: The run's settings.
+        clients: Number of clients.
+        least: Number of replies that a round needs.
+    """
+
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
+    least: int
+
+    def cohort(self, round: int) -> np.ndarray:
+        """Return the ids of one round's cohort, ascending."""
+        return self.settings.cohort(self.clients, round)
+
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort,
+        some of which may not reply.
+        """
+        return RoundSum(self, server, round)
+
+
+class Aggregation:
+    """A way to add up the clients' uplinks, for `simulate(aggregation=)`: here the server sees each
+    reply.
+    """
+
+    sampling: ClassVar[Literal["poisson"] | None] = None
+    """How cohorts are drawn; None where the run may choose."""
+
+    @property
+    def name(self) -> str:
+        """Return the settings in words, without secrets; a resumed run must have the same name."""
+        return OPEN
+
+    def start(
+        self, result: Any, admission: Admission, *, every: int | None, repeats: int
+    ) -> AggregationRun:
+        """Start a run that continues from `result`.
+
+        Args:
+            result: The state from which the run starts, a `Result`.
+            admission: Which replies are taken.
+            every: Rounds between checkpoints; None for no checkpoints.
+            repeats: Number of rounds that an earlier run has done after `result`, and that are done
+                again.
+
+        Raises:
+            ValueError: The method or the settings do not fit.
+        """
+        return AggregationRun(
+            result.algorithm, result.settings, result.data.clients, admission.min_clients
+        )
 
 
 class ReplyFilter:
@@ -238,11 +303,8 @@ class ReplyFilter:
     A rank passes its own on after those of the ranks before it.
 
     Args:
-        algorithm: The method.
-        server: The state that was sent to the clients.
         sum: The sum to which replies that are taken are added.
         admission: Which replies are taken; None takes all at once.
-        round: The current round, counted from 0.
         history: The rows of the rounds before.
         counts: Examples of all clients, [J], 0 where that is not known.
         names: The clients' names, for messages.
@@ -250,20 +312,13 @@ class ReplyFilter:
 
     def __init__(
         self,
-        algorithm: Algorithm,
-        server: Server,
         sum: RoundSum,
         admission: Admission | None,
-        round: int,
         history: Iterable[Mapping[str, Any]],
         counts: np.ndarray,
         names: tuple[str, ...] = (),
     ) -> None:
-        self._algorithm = algorithm
-        self._server = server
-        self._sum = sum
-        self._admission = admission
-        self._round = round
+        self._sum, self._admission = sum, admission
         self._earlier = [
             row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))
         ]
@@ -271,19 +326,14 @@ class ReplyFilter:
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
         self._shares, self._names = shares(counts), names
-        self._losses: list[np.ndarray] = []
+        self.losses = np.empty(0)
+        """The training losses of the clients whose replies are in the sum."""
         self.dropped: dict[int, str] = {}
-        """The clients that are left out, each with the reason."""
-        self.taken = 0
-        """Number of clients of the cohort whose replies are in the sum."""
+        """The clients that are left out, each with the first reason."""
         self.usual = math.nan
         """The `usual` distance of the replies that were taken, known after `close`; NaN where
         distances are not checked.
         """
-
-    def drop(self, client: int, reason: str) -> None:
-        """Leave a client out; the first reason given for it is kept."""
-        self.dropped.setdefault(client, reason)
 
     def add(self, replies: Replies) -> None:
         """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
@@ -297,11 +347,13 @@ class ReplyFilter:
             sent = {
                 name: t
                 for name, t in replies.sent.items()
-                if not isinstance(self._algorithm.blocks[name], Buffers)
+                if not isinstance(self._sum.run.algorithm.blocks[name], Buffers)
             }
             ids = replies.ids
             start = (
-                was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+                was_sent(self._sum.run.algorithm, self._sum.start, ids, replies.n.device, sent)
+                if sent
+                else {}
             )
             norms = distances(sent, start) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
@@ -322,7 +374,7 @@ class ReplyFilter:
         """Leave out clients that report what lies outside the range that was declared."""
         ranges = {
             name: start.range
-            for name, start in self._algorithm.reports.items()
+            for name, start in self._sum.run.algorithm.reports.items()
             if isinstance(start, Reported)
         }
         for name, t in flatten({name: replies.reported[name] for name in ranges}).items():
@@ -330,15 +382,17 @@ class ReplyFilter:
             ends = torch.aminmax(t.double().reshape(len(replies.ids), -1), dim=1)
             for client, low, high in zip(replies.ids, *(e.tolist() for e in ends), strict=True):
                 if low not in allowed or high not in allowed:
-                    self.drop(int(client), f"its {name} must {allowed}, got {low:g} to {high:g}")
+                    self.dropped.setdefault(
+                        int(client), f"its {name} must {allowed}, got {low:g} to {high:g}"
+                    )
 
     def _check_statistics(self, replies: Replies) -> None:
         """Leave out clients whose norms have negative variances, of which the server's would make
         NaN; their size has no bound.
         """
         for name in replies.sent:
-            if isinstance(self._algorithm.blocks[name], Buffers):
-                leaves = self._algorithm.layout(name).leaves(replies.sent[name]["loc"])
+            if isinstance(self._sum.run.algorithm.blocks[name], Buffers):
+                leaves = self._sum.run.algorithm.layout(name).leaves(replies.sent[name]["loc"])
                 variances = [
                     t.reshape(len(replies.ids), -1)
                     for leaf, t in leaves.items()
@@ -347,12 +401,11 @@ class ReplyFilter:
                 for client in replies.ids[
                     (torch.cat(variances, 1).amin(1) < 0).cpu().numpy()
                 ].tolist():
-                    self.drop(client, f"its {name} have negative variances")
+                    self.dropped.setdefault(client, f"its {name} have negative variances")
 
     def _pass(self, replies: Replies) -> None:
         self._sum.add(replies)
-        self.taken += len(replies.ids)
-        self._losses.append(replies.losses)
+        self.losses = np.append(self.losses, replies.losses)
 
     def close(self) -> list[int]:
         """Add the replies that are taken to the sum, in the order of a simulation whatever the
@@ -365,7 +418,7 @@ class ReplyFilter:
         self.dropped, self._norms, self._sizes = {}, {}, {}
         for dropped, norms, sizes in ranks.every(lambda: known):
             for client, reason in dropped.items():
-                self.drop(client, reason)
+                self.dropped.setdefault(client, reason)
             self._norms |= norms
             for name, each in sizes.items():
                 self._sizes.setdefault(name, {}).update(each)
@@ -373,23 +426,24 @@ class ReplyFilter:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
             log.warning(
-                "round %d: %s is left out: %s", self._round + 1, called(client, self._names), reason
+                "round %d: %s is left out: %s",
+                self._sum.round + 1,
+                called(client, self._names),
+                reason,
             )
-        self._sum.total, self.taken, self._losses = ranks.relay(
-            (self._sum.total, self.taken, self._losses), self._passed_on
-        )
+        self._sum.total, self.losses = ranks.relay((self._sum.total, self.losses), self._passed_on)
         return list(self.dropped)
 
-    def _passed_on(self, before: tuple[Any, int, list[np.ndarray]]) -> Any:
-        """Return the sum, the number of replies in it and their losses, after the replies that are
+    def _passed_on(self, before: tuple[Any, np.ndarray]) -> Any:
+        """Return the sum and the losses of the replies in it, after the replies that are
         held are added to those of the ranks before.
         """
-        self._sum.total, self.taken, self._losses = before
+        self._sum.total, self.losses = before
         # In the order of a simulation's chunks, so that sums over a network have the same bits.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
-        return self._sum.total, self.taken, self._losses
+        return self._sum.total, self.losses
 
     def _compare(self, admission: Admission) -> None:
         """Leave out clients that went absurdly far, or that report absurdly large numbers."""
@@ -397,13 +451,17 @@ class ReplyFilter:
         limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
             if norm > (own := limit * max(1.0, self._shares[client])):
-                self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
+                self.dropped.setdefault(
+                    client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}"
+                )
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
             limit = admission.report_limit(list(known.values()), self._shares[list(known)])
             for client, size in known.items():
                 if size > (own := limit * max(1.0, self._shares[client])):
-                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
+                    self.dropped.setdefault(
+                        client, f"its {name} goes up to {size:.3g}, more than {own:.3g}"
+                    )
         if inside := {client: norm for client, norm in norms.items() if client not in self.dropped}:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
 
@@ -411,8 +469,7 @@ class ReplyFilter:
         """Return the mean negative log likelihood of training, in nats, over the clients that were
         taken; NaN if none reports it.
         """
-        losses = np.concatenate(self._losses) if self._losses else np.empty(0)
-        known = losses[~np.isnan(losses)]
+        known = self.losses[~np.isnan(self.losses)]
         return float(torch.from_numpy(known).mean()) if len(known) else math.nan
 
     def server(self) -> Server:
@@ -429,7 +486,7 @@ class ReplyFilter:
             if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
             raise FailedRound(
-                f"what the replies of round {self._round + 1} make together is not finite"
+                f"what the replies of round {self._sum.round + 1} make together is not finite"
             ) from error
 
 

@@ -5,11 +5,12 @@ A `Transport` carries the messages, on one machine or between many.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared
-from bayesfl.federation.rounds.replies import AggregationRun, OpenSum, Replies, ReplyFilter
-from bayesfl.federation.settings import Settings
+from bayesfl.federation.rounds.replies import AggregationRun, Replies, ReplyFilter
+from bayesfl.federation.settings import OPEN, Settings
 
 
 @dataclass(frozen=True)
@@ -81,26 +82,30 @@ class Absence:
     lost: bool = False
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """A carrier of one attempt at a round: it takes the server's state to the clients and brings
     their replies back, at each rank those of its share.
+
+    Args:
+        counts: Numbers of training examples of all clients, [J], 0 where unknown; known once the
+            clients are asked.
     """
 
-    trusted: bool
+    trusted = False
     """Whether replies need no checks when a bad client would stop the run, because this process has
     computed them itself.
     """
-    counts: np.ndarray
-    """Numbers of training examples of all clients, [J], 0 where unknown; known once the clients are
-    asked.
-    """
-    apart: float
-    """Seconds of the round spent on other work, such as measuring; known after `commit`."""
-    seconds: dict[str, float]
-    """The history's columns on where the time was spent, in seconds; known after `commit`."""
-    traffic: dict[str, float]
-    """The columns `bytes_up` and `bytes_down`; known after `commit`."""
 
+    def __init__(self, counts: np.ndarray) -> None:
+        self.counts, self.apart = counts, 0.0
+        """`apart` are seconds of the round spent on other work, such as measuring; as all below,
+        known after `commit`.
+        """
+        self.seconds: dict[str, float] = {}
+        """The history's columns on where the time was spent, in seconds."""
+        self.traffic: dict[str, float] = {"bytes_up": 0, "bytes_down": 0}
+
+    @abstractmethod
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
         """Ask the clients of a round, and give an iterator over their answers, which come in any
         order.
@@ -108,13 +113,12 @@ class Transport(Protocol):
         A client of the cohort answers once; of the other clients only absences are reported. Until
         `commit`, clients keep the states that they had before the round.
         """
-        ...
 
+    @abstractmethod
     def commit(self, dropped: Collection[int]) -> None:
         """Make the new state of the clients that were taken permanent; clients in `dropped` return
         to the state before the round.
         """
-        ...
 
 
 def run_round(
@@ -148,7 +152,7 @@ def run_round(
             the server's next state is not finite.
     """
     start = perf_counter()
-    algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
+    admission, aggregation = rules.admission, rules.aggregation
     cohort = aggregation.cohort(number)
     if len(cohort) < (least := aggregation.least):
         raise SmallCohort(
@@ -165,11 +169,8 @@ def run_round(
     lost: set[int] = set()
     with transport.asked(Round(number, attempt, server, cohort, rest, rules.declared)) as answers:
         filter = ReplyFilter(
-            algorithm,
-            server,
             total,
             admission if looks else None,
-            number,
             history,
             transport.counts,
             rules.names,
@@ -180,7 +181,7 @@ def run_round(
                 if isinstance(answer, Replies):
                     filter.add(answer)
                 else:
-                    filter.drop(answer.client, answer.reason)
+                    filter.dropped.setdefault(answer.client, answer.reason)
                     lost.update([answer.client] if answer.lost else [])
 
         current().every(take)
@@ -190,12 +191,11 @@ def run_round(
                 f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped
             )
             raise BadClients(f"round {number + 1}: {bad}")
-        failed = None
+        failed, taken = None, len(filter.losses)
         try:
-            if filter.taken < least:
+            if taken < least:
                 raise FailedRound(
-                    f"round {number + 1} comes to {filter.taken} replies and needs {least} "
-                    "(min_clients)"
+                    f"round {number + 1} comes to {taken} replies and needs {least} (min_clients)"
                 )
             server = filter.server()
         except FailedRound as error:
@@ -204,21 +204,22 @@ def run_round(
         missing = len(lost.intersection(cohort.tolist()))
         counted = {
             "lost": missing,
-            "rejected": len(cohort) - missing - filter.taken,
+            "rejected": len(cohort) - missing - taken,
             **transport.traffic,
         }
         if failed is not None:
             # Other sums count their own bytes.
-            failed.row |= counted | ({} if isinstance(total, OpenSum) else {"bytes_up": math.nan})
+            hidden = rules.settings.aggregation != OPEN
+            failed.row |= counted | ({"bytes_up": math.nan} if hidden else {})
             raise failed
     row = {
         "round": number + 1,
-        "cohort": filter.taken,
+        "cohort": taken,
         "seconds": current().every(lambda: perf_counter() - start)[0] - transport.apart,
         **transport.seconds,
         "train_nll": filter.loss(),
         **counted,
         **({"uplink_norm": filter.usual} if looks else {}),
-        **total.row(),
+        **total.row,
     }
     return server, row, [client for client in cohort.tolist() if client in filter.dropped]

@@ -156,10 +156,8 @@ class EarlyStopping:
 
     def finish(self, result: Any) -> Any:
         """Return the state that the run returns: the best one if that is wanted, else `result`."""
-        if self.keep == "last":
-            return result
         values = [row for row in result.history if np.isfinite(row.get(self.column, np.nan))]
-        if not values:
+        if self.keep == "last" or not values:
             return result
         round = History(values).best(self.column, lowest=self._lowest)["round"]
         if not self._is_of(result, round):

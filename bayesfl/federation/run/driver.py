@@ -7,9 +7,10 @@ bar.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -49,17 +50,18 @@ def check_callbacks(name: str, on_round: object) -> None:
             )
 
 
-class Clients(Protocol[R]):
+class Clients(ABC, Generic[R]):
     """All clients of a run, as the loop reaches them."""
 
+    @abstractmethod
     def attempt(self, run: R) -> Any:
         """Return the `Transport` of one attempt at the next round."""
-        ...
 
     def taken(self, run: R, attempt: Any) -> R:
         """Return the run with what the clients have kept of an attempt that gave a round."""
-        ...
+        return run
 
+    @abstractmethod
     def evaluate(self, run: R, attempt: Any) -> R:
         """Add measures of the models to the last row of the history, and return the run with what
         was fitted for them.
@@ -68,15 +70,14 @@ class Clients(Protocol[R]):
             run: The run.
             attempt: The attempt that gave its last round, if there was one just now.
         """
-        ...
 
+    @abstractmethod
     def save(self, run: R) -> None:
         """Write a checkpoint, if the run has a folder for them."""
-        ...
 
     def finish(self, run: R) -> R:
         """Return the state that callbacks have chosen, after what is left to do with it."""
-        ...
+        return run
 
 
 def drive(

@@ -5,8 +5,8 @@ client, and what was sent.
 import inspect
 import math
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from bayesfl.evaluation.predictions import Predictions, padded
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.settings import OPEN, Settings, dtype_name
-
-if TYPE_CHECKING:
-    from bayesfl.federation.run.result import Result
 
 HEADLINE = (
     "accuracy",
@@ -46,9 +43,7 @@ WITHOUT = (
 BEFORE = "Measures are of training, before the steps of calibration."
 
 
-def write_report(
-    path: str | os.PathLike[str], found: Mapping[str, Any], run: "Result | None" = None
-) -> None:
+def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: Any = None) -> None:
     """Write the report of a run.
 
     Args:
@@ -132,7 +127,7 @@ def _method(found: Mapping[str, Any]) -> str:
     return PAPERS[name][1] if name in PAPERS else f"A method {name}" if " " in name else name
 
 
-def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
+def _about(found: Mapping[str, Any], run: Any) -> list[Section]:
     return [
         Section("What was sent", _sent(found, run)),
         Section("Settings", _settings(found)),
@@ -217,8 +212,9 @@ def _data(known: FederatedData | Outline) -> str:
             taken = {"client", *rows}
             heads = [f"label {name}" if name.isdigit() or name in taken else name for name in names]
             classes = dict(zip(heads, labels.T, strict=True))
-            caption = "Rows in each split, and training rows of each label: "
-            caption += "darker where there are more."
+            caption = (
+                "Rows in each split, and training rows of each label: darker where there are more."
+            )
     rows |= classes
     foot = ["all", *(int(np.sum(column)) for column in rows.values())]
     columns = {"client": outline.client_names, **rows}
@@ -226,20 +222,40 @@ def _data(known: FederatedData | Outline) -> str:
 
 
 def _curves(history: History) -> list[Section]:
-    """Draw the measures that sum a run up against its rounds, where there are two at least."""
-    found = []
-    for column in (*HEADLINES, "personal_nll"):
-        if column in history.columns and np.isfinite(history[column]).sum() > 1:
-            drawn = plots.learning_curves({"run": history}, metric=column)
-            found.append(picture(drawn.figure, f"{in_prose(column)} against the rounds"))
-    recorded = [column for of in history.recorded.values() for column in of]
-    for column in dict.fromkeys(recorded):
-        if column.startswith("personal_") and len(history) > 1:
-            drawn = plots.client_curves(history, column)
-            found.append(picture(drawn.figure, f"{in_prose(column)} of every client"))
-    if not found:
-        return []
-    return [Section("Learning curves", f'<div class="pictures">{"".join(found)}</div>')]
+    """Draw the measures that sum a run up, and those that it recorded of its clients."""
+    recorded = dict.fromkeys(column for of in history.recorded.values() for column in of)
+    own = [
+        picture(plots.client_curves(history, column).figure, f"{in_prose(column)} of every client")
+        for column in recorded
+        if column.startswith("personal_") and len(history) > 1
+    ]
+    return curves({"run": [history]}, own)
+
+
+def curves(histories: Mapping[str, list[History]], more: Sequence[str] = ()) -> list[Section]:
+    """Draw the measures that sum runs up against their rounds, where each method has two at least
+    under every seed, and show further pictures behind them.
+    """
+    drawn = [
+        picture(
+            plots.learning_curves(histories, metric=column).figure,
+            f"{in_prose(column)} against the rounds",
+        )
+        for column in (*HEADLINES, "personal_nll")
+        if all(len(_evaluated(seeds, column)) > 1 for seeds in histories.values())
+    ]
+    pictures = "".join([*drawn, *more])
+    return [Section("Learning curves", f'<div class="pictures">{pictures}</div>')] * bool(pictures)
+
+
+def _evaluated(seeds: list[History], column: str) -> set[float]:
+    """Return the rounds in which a measure is known under every seed."""
+    return set[float].intersection(
+        *(
+            set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
+            for one in seeds
+        )
+    )
 
 
 def _recorded(history: History, outline: Outline) -> str:
@@ -274,7 +290,7 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
     return [Section("Reliability", all_of + told)]
 
 
-def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
+def _coverage(run: Any, predicted: Predictions) -> list[Section]:
     """Show by client how often the sets or intervals that calibration has made hold the truth."""
     if predicted.level is None or run.settings.sampling == "poisson":
         return []
@@ -289,7 +305,7 @@ def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
     return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
 
 
-def _sent(found: Mapping[str, Any], run: "Result | None") -> str:
+def _sent(found: Mapping[str, Any], run: Any) -> str:
     """Say what left clients in training: totals of the history, and each tensor where the method is
     known.
     """

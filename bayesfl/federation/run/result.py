@@ -50,7 +50,6 @@ from bayesfl.federation.clients.client_model import (
 )
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at
-from bayesfl.federation.clients.predicting import predicting
 from bayesfl.federation.run import reporting
 from bayesfl.federation.run.record import Run, in_words
 from bayesfl.federation.settings import FEDERATION
@@ -805,13 +804,12 @@ class Result(Run):
         """
         if before.get("kind") != files.RUN.name or before.get("format") != archive.FORMAT:
             return ""
-        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
-        own = identity(self.algorithm)["method"], self.settings.seed, self.known.hash
         rounds = zip(before["history"]["rows"], self.history.rows, strict=False)
         # To the last digit, as no other run's are.
         same = all(one.get("seconds") == row.get("seconds") for one, row in rounds)
-        if same and (method, seed, before["known"]["hash"]) == own:
+        if same and before["known"]["hash"] == self.known.hash:
             return ""
+        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
         return f"{method} with seed {seed} after round {before['round']}"
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
@@ -830,7 +828,7 @@ class Result(Run):
         return {
             **vars(self),
             "after": (*answers_of(known, self.algorithm), *self.steps),
-            "predicting": predicting(self.algorithm),
+            "predicting": pooling.predicting(self.algorithm),
         }
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
@@ -35,16 +34,23 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
-from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
+from bayesfl.federation.rounds.replies import Aggregation
 from bayesfl.federation.rounds.round import Rules
-from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback
-from bayesfl.federation.run.driver import check_callbacks, drive
-from bayesfl.federation.run.loading import load, on, started
+from bayesfl.federation.run.driver import Clients, check_callbacks, drive
+from bayesfl.federation.run.loading import (
+    continued,
+    from_where,
+    load,
+    on,
+    refuse_other_start,
+    started,
+)
 from bayesfl.federation.run.record import METHODS_START
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
     BUILD_ADMISSION,
+    OPEN,
     Federation,
     Method,
     Precision,
@@ -168,7 +174,7 @@ def simulate(
         (2, 2)
     """
     given = dict(locals())
-    aggregation = aggregation or OpenAggregation()
+    aggregation = aggregation or Aggregation()
     admission = admission or Admission("stop" if faults is None else "skip")
     settings = Settings(
         rounds=rounds,
@@ -187,9 +193,21 @@ def simulate(
         on_processes(engine and engine.processes, simulate, given),
         files.claimed(checkpoint) as held,
     ):
-        goes_on = _from_where(resume, checkpoint, held)
+        if (
+            held
+            and resume is not None
+            and (
+                isinstance(resume, Result)
+                or os.path.realpath(resume) != os.path.realpath(checkpoint or "")
+            )
+        ):
+            raise ValueError(
+                f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
+                "where resume is left out; or pass another folder"
+            )
+        goes_on = checkpoint if held and resume is None else resume
         before = (
-            warm.from_where(start, algorithm, clients, seed=seed, device=device)
+            from_where(start, algorithm, clients, seed=seed, device=device)
             if start is not None and goes_on is None
             else None
         )
@@ -268,8 +286,7 @@ def _refuse_contradictions(
             f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got "
             f"{sampling!r}; leave sampling out"
         )
-    hides = not isinstance(aggregation, OpenAggregation)
-    if hides and not any(block.pool for block in algorithm.blocks.values()):
+    if aggregation.name != OPEN and not any(block.pool for block in algorithm.blocks.values()):
         raise ValueError(
             f"no block of the method is sent, so {type(aggregation).__name__} has nothing to add "
             "up; leave aggregation out"
@@ -312,33 +329,6 @@ def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Set
         )
 
 
-def _from_where(
-    resume: RunOrFolder | None, checkpoint: str | os.PathLike[str] | None, held: Sequence[Path]
-) -> RunOrFolder | None:
-    """Return the result or folder from which this run goes on, None for a run that begins.
-
-    Args:
-        resume: As in `simulate`.
-        checkpoint: As in `simulate`.
-        held: The checkpoints in that folder.
-
-    Raises:
-        ValueError: The folder holds checkpoints beside a `resume` from elsewhere.
-    """
-    if resume is None:
-        return checkpoint if held else None
-    if (
-        checkpoint is not None
-        and held
-        and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint))
-    ):
-        raise ValueError(
-            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
-            "where resume is left out; or pass another folder"
-        )
-    return resume
-
-
 def _begun(
     algorithm: Algorithm,
     clients: FederatedData,
@@ -358,7 +348,7 @@ def _begun(
     # By the device with the least memory, as chunks are the same at all ranks.
     sizes = current().every(lambda: engine.chunk_size(trained, algorithm, device))
     engine = replace(engine, chunk=min(sizes))
-    begin, new = warm.continued(
+    begin, new = continued(
         before, algorithm, clients.client_names, seed=settings.seed, dtype=dtype, device=device
     )
     result = Result(
@@ -426,14 +416,14 @@ def _resumed(
         history=saved.history.copy(),
     )
     if start is not None:
-        warm.refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
+        refuse_other_start(checkpoint, result.began, started(start, algorithm, device).origin)
     if result.steps and result.round < settings.rounds:
         warn(UNCALIBRATED)
     return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
 
 
 @dataclass(frozen=True)
-class _OnOneMachine:
+class _OnOneMachine(Clients[Result]):
     """The clients of a run on this machine, see `Clients`.
 
     Args:
@@ -475,12 +465,6 @@ class _OnOneMachine:
         evaluates = run.settings.evaluates(run.round) and touched(run.algorithm)
         test = self.measured.test if evaluates else None
         return OneMachine(self.local, run.state, self.crew, test, self.faults)
-
-    def taken(self, run: Result, attempt: OneMachine) -> Result:
-        return run  # `commit` has written the private rows
-
-    def finish(self, run: Result) -> Result:
-        return run
 
     def save(self, run: Result) -> None:
         if self.checkpoint is not None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import archive
-from bayesfl.base.archive import CheckpointError, OtherFileError, UnknownError
 from bayesfl.base.described import anonymous, digest_of
 from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.processes.ranks import current
@@ -95,7 +94,7 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """
     try:
         return [archive.plain(step, STEPS) | _source(type(step)) for step in steps]
-    except UnknownError as error:
+    except archive.UnknownError as error:
         raise ValueError(
             f"the step {error} cannot be saved, as its code is needed to read it: register the "
             f"class wherever it is read, bayesfl.federation.store.files.STEPS['{error}'] = {error}"
@@ -274,22 +273,22 @@ def read(
         ]
         for file in others[:1]:
             read_file(file, kind)
-        raise CheckpointError(
+        raise archive.CheckpointError(
             f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint "
             "round-*.safetensors is there"
         )
     for file in files:
         try:
             found = read_file(file, kind, device)
-        except OtherFileError:
+        except archive.OtherFileError:
             raise
-        except CheckpointError as error:
+        except archive.CheckpointError as error:
             damage.append(str(error))
             continue
         if damage:
             warn(f"{'; '.join(damage)}; taking {file.name} instead")
         return found
-    raise CheckpointError("; ".join(damage))
+    raise archive.CheckpointError("; ".join(damage))
 
 
 def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -301,7 +300,7 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
     found, said, flat = archive.read(file)
     if found != kind.name:
         other = {one.name: one for one in KINDS}.get(found)
-        raise OtherFileError(
+        raise archive.OtherFileError(
             f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}"
             if other
             else f"{str(file)!r} holds a {found}, not {kind.what}"
@@ -323,7 +322,7 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
         OverflowError,
         RecursionError,
     ) as error:
-        raise CheckpointError(
+        raise archive.CheckpointError(
             f"{str(file)!r}, which bayesfl {archive.said_of(file).get('version')} wrote, is not "
             f"{kind.what} of this version: {type(error).__name__}, {error}"
         ) from error

@@ -7,7 +7,7 @@ changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.des
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, differences, in_words, network
@@ -15,9 +15,6 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.models.copies import refuse_changed
 from bayesfl.models.modes import norms, rate
-
-if TYPE_CHECKING:
-    from bayesfl.evaluation.calibration import Step
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
     return algorithm.__dict__["_constants"]
 
 
-def agreement(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> dict[str, Any]:
+def agreement(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> dict[str, Any]:
     """Return a method's identity and its steps of calibration, which two machines must have in
     common; they compare its digest.
     """
@@ -165,9 +162,8 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen
             parameters and buffers differ.
     """
-    different = network_differences(made_with, algorithm)
     refuse_differences(
         f"{what} has the state of another network:",
-        different,
+        network_differences(made_with, algorithm),
         "build the method on that network, frozen weights and buffers included",
     )

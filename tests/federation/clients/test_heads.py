@@ -117,7 +117,7 @@ def test_heads_are_made_once(clients: FederatedData, monkeypatch: pytest.MonkeyP
     assert len(made) == 6
     assert_close(again, first, rtol=0, atol=0, equal_nan=True)
     assert_close(unasked.predict(draws=0).probs, shared, rtol=0, atol=0, equal_nan=True)
-    monkeypatch.setattr("bayesfl.federation.clients.local.KEPT", 3 * 8 * 40**2)
+    monkeypatch.setattr("bayesfl.federation.clients.predict.KEPT", 3 * 8 * 40**2)
     some = replace(asked)
     assert_close(some.predict().probs, first, rtol=0, atol=0, equal_nan=True)
     some.predict()

@@ -18,7 +18,7 @@ from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import Message
 from bayesfl.federation.rounds.faults import FAULTS, Altered, Lost
 from bayesfl.federation.rounds.one_machine import OneMachine
-from bayesfl.federation.rounds.replies import OpenRun
+from bayesfl.federation.rounds.replies import AggregationRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.settings import Settings
 from tests.cases import SIZES
@@ -162,7 +162,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
         clients.clients,
         made.uplink(made.init(1)),
         bf.Admission(),
-        OpenRun(made, first.settings, clients.clients, 1),
+        AggregationRun(made, first.settings, clients.clients, 1),
     )
     with first.engine.crew(first.device) as crew:
         transport = OneMachine(first.local(clients.train), first.state, crew, None, None)

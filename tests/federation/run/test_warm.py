@@ -15,7 +15,7 @@ import bayesfl as bf
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
-from bayesfl.federation.run.warm import continued
+from bayesfl.federation.run.loading import continued
 from tests.cases import CASES, Case, federation
 from tests.federation.made import run, state
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation.rounds.next_server import Unseen
+from bayesfl.federation.rounds.replies import Unseen
 from tests.federation.made import run
 
 
