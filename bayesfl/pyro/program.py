@@ -100,12 +100,12 @@ class Program:
             }
 
     def pointwise(self, values: Tensors) -> Tensors:
-        """Return the log density of what is observed, {statement: [S, n]}, at draws [S, ...]."""
+        """Return the log density of what is observed, {statement: [S, ...]}, at draws [S, ...]."""
         names = self.observed
 
         def one(values: Tensors) -> Tensors:
             found = self.log_probs(values)
-            return {name: found[name].flatten() for name in names}
+            return {name: found[name] for name in names}
 
         return vmap(one)(values)
 
@@ -121,15 +121,34 @@ class Program:
             found = self.nodes({})
         return {name: found[name]["value"].detach() for name in _observed(found)}
 
-    def predicted(self, values: Tensors, seed: int, *given: Any, **options: Any) -> Tensors:
+    @cached_property
+    def plates(self) -> dict[str, list[str]]:
+        """Return the names of the plates that each statement stands in, by its dimensions."""
+        with torch.random.fork_rng(devices=[]):
+            found = self.nodes({})
+        return {
+            name: [one.name for one in sorted(node["cond_indep_stack"], key=lambda one: one.dim)]
+            for name, node in found.items()
+        }
+
+    def predicted(
+        self, values: Tensors, seed: int, count: int, *given: Any, **options: Any
+    ) -> Tensors:
         """Return draws of what the model samples beside values [S, ...], by name, [S, ...]: called
         with what is given, or with the site's rows, whose outcomes are drawn anew.
+
+        Args:
+            values: The values.
+            seed: Seed of the draws.
+            count: Their number S.
+            given: What the model is called with in place of the site's rows.
+            options: The same, by name.
         """
         again = () if given or options else self.observed
         found = []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            for s in range(len(next(iter(values.values())))):
+            for s in range(count):
                 nodes = self.nodes({name: t[s] for name, t in values.items()}, *given, **options)
                 drawn = {n: node["value"] for n, node in nodes.items() if n not in values}
                 drawn |= {name: nodes[name]["fn"].sample() for name in again}

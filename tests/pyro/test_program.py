@@ -202,6 +202,8 @@ def test_predictions_and_likelihoods():
     assert data.log_likelihood["y (a)"].shape == (1, 4000, 4)
     assert data.posterior_predictive["y (a)"].shape == (1, 500, 4)
     assert np.array_equal(data.observed_data["y (b)"], Y + 1)
+    assert float(data.prior["mu"].std()) == pytest.approx(5, rel=0.1)
+    assert data.prior_predictive["y (b)"].shape == (1, 500, 4)
     told = fit.compare(fit)
     assert "a: 4 rows left out in turn, A - B 0.00 nats" in told
     assert "all of these: 8 rows left out in turn" in told
@@ -236,3 +238,32 @@ def test_a_pyro_module_is_no_network(use: Callable[..., Any]):
     """Its weights would be drawn anew at each call, and the bias trained alone."""
     with pytest.raises(ValueError, match=r"'slope' is a PyroSample.*bf\.pyro\.fit"):
         use(Bayesian())
+
+
+def grouped(groups: int, y: Any = None) -> None:
+    mu = pyro.sample("mu", dist.Normal(1.0, 1.0))
+    site = pyro.sample("site", dist.Normal(mu, 0.5))
+    with pyro.plate("wards", groups):
+        level = pyro.sample("level", dist.Normal(site, 0.5))
+        with pyro.plate("days", 3):
+            pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 4)])
+def test_plates_for_arviz(counts: tuple[int, int]):
+    """Their names are those of dimensions; a parameter called as the dimension of sites stays."""
+    rows = {name: (n, torch.ones(3, n)) for name, n in zip("ab", counts, strict=True)}
+    data = bf.pyro.fit(grouped, rows, shared=["mu"]).to_arviz()
+    for group, draws in (("posterior", 4000), ("prior", 500)):
+        found = data[group]
+        assert found["site (b)"].shape == (1, draws)
+        if counts[0] == counts[1]:
+            assert found["level"].dims == ("chain", "draw", "site", "wards")
+        else:
+            assert found["level (b)"].dims == ("chain", "draw", "wards (b)")
+            assert found["level (b)"].shape == (1, draws, 4)
+    assert data.log_likelihood["y (a)"].dims == ("chain", "draw", "days (a)", "wards (a)")
+    assert data.observed_data["y (a)"].dims == ("days (a)", "wards (a)")
+    assert float(data.prior["level (b)" if counts[1] > 2 else "level"].std()) == pytest.approx(
+        1.5**0.5, rel=0.15
+    )

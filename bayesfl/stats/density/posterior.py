@@ -43,6 +43,9 @@ from bayesfl.stats.fit import Refits, summaries
 from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Tables
 
+PREDICTIONS = 500
+"""Number of draws of predictions, and of the prior, for ArviZ."""
+
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Posterior(Refits):
@@ -146,7 +149,7 @@ class Posterior(Refits):
         values = {
             name: t[:: len(self.phi) // draws][:draws] for name, t in (self.draws | found).items()
         }
-        return self.here[site].program.predicted(values, self.seed, *rows, **named)
+        return self.here[site].program.predicted(values, self.seed, draws, *rows, **named)
 
     def compare(self, other: "Posterior") -> str:
         """Return in words how two fits compare: by evidence, which is of the same rows and under
@@ -191,12 +194,12 @@ class Posterior(Refits):
         """Return the log density of each row of a site given the others, [n], in nats."""
         import arviz
 
-        logs = torch.cat(list(self.pointwise(site).values()), 1).numpy()
+        logs = torch.cat([t.flatten(1) for t in self.pointwise(site).values()], 1).numpy()
         found, _ = arviz.psislw(-logs.T)
         return np.asarray(np.logaddexp.reduce(found + logs.T, axis=1))
 
     def pointwise(self, site: str) -> Tensors:
-        """Return the log likelihood of each row of a site at the draws, {statement: [S, n]}, in
+        """Return the log likelihood of each row of a site at the draws, {statement: [S, ...]}, in
         nats.
         """
         return self.here[site].program.pointwise(self.draws | self.local(site))
@@ -204,34 +207,62 @@ class Posterior(Refits):
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: shared parameters, those of each site on this
         machine along `site`, or as `name (site)` where they have different shapes, and, of a Pyro
-        model, each site's outcomes, log likelihoods and predictions. The draws are chosen among the
+        model, each site's outcomes, log likelihoods and predictions, and draws of the prior and its
+        predictions; dimensions have the names of its plates. The draws are chosen among the
         weighted ones, so that ArviZ's effective number is not theirs, which is `effective`.
         """
         import arviz
 
-        posterior, dims = dict(self.draws), {}
+        dims: dict[str, list[str]] = {}
+        programs = {site: one.program for site, one in self.here.items() if one.program is not None}
         own = self._own(list(self.here))
+        groups = {"posterior": self.draws | self._joined(own, dims)}
+        if programs:
+            first = next(iter(programs.values())).predicted({}, self.seed, PREDICTIONS)
+            prior = {name: first[name] for name in self.draws}
+            drawn = {
+                site: one.predicted(prior, self.seed, PREDICTIONS) for site, one in programs.items()
+            }
+            groups["prior"] = prior | self._joined(
+                {site: {n: t[n] for n in own[site]} for site, t in drawn.items()}, dims
+            )
+        for site, program in programs.items():
+            for name, t in program.outcomes.items():
+                at = f"{name} ({site})"
+                dims[at] = [f"{plate} ({site})" for plate in program.plates[name]]
+                groups.setdefault("observed_data", {})[at] = t
+                groups.setdefault("prior_predictive", {})[at] = drawn[site][name]
+            for kind, found in (
+                ("log_likelihood", self.pointwise(site)),
+                ("posterior_predictive", self.predict(site, draws=PREDICTIONS)),
+            ):
+                groups.setdefault(kind, {}).update({f"{n} ({site})": t for n, t in found.items()})
+        arrays: dict[str, Any] = {
+            kind: {n: (t if kind == "observed_data" else t[None]).numpy() for n, t in of.items()}
+            for kind, of in groups.items()
+        }
+        return arviz.from_dict(**arrays, coords={"site": list(own)}, dims=dims)
+
+    def _joined(self, own: Mapping[str, Tensors], dims: dict[str, list[str]]) -> Tensors:
+        """Return the sites' own draws along sites, or as `name (site)` where they have different
+        shapes, and add the names of their dimensions.
+        """
+        found: Tensors = {}
         for name in dict.fromkeys(name for of in own.values() for name in of):
-            shapes = {of[name].shape for of in own.values()}
-            if len(shapes) == 1:
-                posterior[name] = torch.stack([of[name] for of in own.values()], 1)
-                dims[name] = ["site"]
+            each = {site: of[name] for site, of in own.items() if name in of}
+            plates = {
+                site: program.plates[name] if (program := self.here[site].program) else []
+                for site in each
+            }
+            alike = len(each) == len(own) and len({t.shape for t in each.values()}) == 1
+            if alike and name != "site":  # which is the dimension
+                found[name] = torch.stack([*each.values()], 1)
+                dims[name] = ["site", *next(iter(plates.values()))]
             else:
-                posterior |= {f"{name} ({site})": of[name] for site, of in own.items()}
-        more: dict[str, dict[str, Any]] = {}
-        for site, local in self.here.items():
-            if local.program is not None:
-                for name, t in self.pointwise(site).items():
-                    more.setdefault("log_likelihood", {})[f"{name} ({site})"] = t[None].numpy()
-                for name, t in local.program.outcomes.items():
-                    more.setdefault("observed_data", {})[f"{name} ({site})"] = t.numpy()
-                for name, t in self.predict(site).items():
-                    more.setdefault("posterior_predictive", {})[f"{name} ({site})"] = t[
-                        None
-                    ].numpy()
-        arrays = {name: t[None].numpy() for name, t in posterior.items()}
-        groups: dict[str, Any] = {"posterior": arrays, **more}
-        return arviz.from_dict(**groups, coords={"site": list(own)}, dims=dims)
+                for site, t in each.items():
+                    found[f"{name} ({site})"] = t
+                    dims[f"{name} ({site})"] = [f"{plate} ({site})" for plate in plates[site]]
+        return found
 
     def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
