@@ -12,7 +12,7 @@ data sets whose truth nobody knows, how far means and standard deviations are fr
 
 A way that is finished is read; one that was stopped goes on, unless the code has another commit
 by now. `--ways` are those that are gone on with, patterns as "linear/pfedvem*", `--federations` is
-how many at most of each; the results are of all that is there. Results:
+how many at most of each. Results of ways that are not there stay as they are. Results:
 benchmarks/results/truth.json, and docs/images/truth.png (--figure draws it from the results that
 are there).
 """
@@ -224,7 +224,9 @@ def results(
     folder: Path, *, quick: bool, jobs: int, ways: Sequence[str], federations: int
 ) -> dict[str, Any]:
     """Return what is found of each way, by problem and way."""
-    cells = {}
+    all_ways = {f"{problem}/{name}" for problem, ways in WAYS.items() for name in ways}
+    before = script.saved("truth").get("cells", {})
+    cells = {key: cell for key, cell in before.items() if key in all_ways}
     for problem, known in WAYS.items():
         references: list[Score] = []
         for name, (_, count, _) in known.items():
