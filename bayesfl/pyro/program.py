@@ -209,12 +209,13 @@ class Program:
                         "out: take subsample_size= away"
                     )
         with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            self.nodes({name: first[name]["value"] for name in latent})
-            if not torch.equal(before, torch.get_rng_state()):
+            at = {name: first[name]["value"] for name in latent}
+            one, other = self.log_probs(at), self.log_probs(at)
+        for name, logs in one.items():
+            if not torch.allclose(logs, other[name], rtol=0, atol=0, equal_nan=True):
                 raise self._error(
-                    "the model draws random numbers of its own, so that its density is another one "
-                    "at each call: give each draw a pyro.sample statement"
+                    f"the density of {name!r} is another one at each call, as the model draws "
+                    "random numbers of its own: give each draw a pyro.sample statement"
                 )
         ours = tuple(latent[name] for name in shared)
         own = tuple(one for name, one in latent.items() if name not in shared)

@@ -69,6 +69,10 @@ def at_random(y: Tensor) -> None:
     normal(y + torch.randn(()))
 
 
+def at_numpys_random(y: Tensor) -> None:
+    normal(y + np.random.default_rng().normal())
+
+
 def unobserved(y: Tensor) -> None:
     pyro.sample("mu", dist.Normal(0.0, 5.0))
 
@@ -100,6 +104,7 @@ def of_length(y: Tensor) -> None:
         (changing_names, "mu", r"'more' has another shape or range, or is not there"),
         (by_value, "mu", r"many draws at once.*torch\.where"),
         (at_random, "mu", r"draws random numbers of its own"),
+        (at_numpys_random, "mu", r"density of 'y'.*draws random numbers of its own"),
         (unobserved, "mu", r"nothing is observed.*obs="),
         (of_rows, "mu", r"priors of 'a' and 'b' differ.*may not read rows"),
         (of_own, "mu", r"prior of mu depends on the site's own parameters"),

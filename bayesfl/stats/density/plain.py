@@ -21,6 +21,8 @@ from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
 from bayesfl.stats.tables import Site, Tables
 
+MOST_OWN = 20
+"""Own parameters of a site at most whose derivatives are by differences."""
 Range: TypeAlias = Any
 """A range of `torch.distributions.constraints`, or (range, shape), where the shape of a site's own
 parameter may be a function of its rows.
@@ -191,6 +193,11 @@ def densities(
             parts = Parts.of(density, *begin, groups_of(own))
             integral, alike = Integral(density, parts, begin[1][None], width=given.longest), given
         else:
+            if d > MOST_OWN:
+                raise ValueError(
+                    f"site {name!r} has {d} own parameters, and derivatives by differences take "
+                    f"{MOST_OWN} at most: write log_density in torch"
+                )
             integral, alike = Differences(density, Parts.whole(d), begin[1][None]), None
         made = Local(integral, own, begin[0], lambda phi: phi.new_zeros(()), alike)
         sites[name] = site_of(name, one, made)
