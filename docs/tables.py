@@ -1161,7 +1161,8 @@ def truth_more() -> str:
             ]
         else:
             ends = [f"{n} rows" for n in (saved["sizes"][0], saved["sizes"][-1])]
-            heads = ["method", "federations", "true", "90 % intervals", *ends, "50 % intervals"]
+            heads = ["method", "federations", "true", "90 % intervals", *ends]
+            heads += ["90 %, in common", "50 % intervals"]
             heads += ["even ranks", "sd", *(f"sd, {end}" for end in ends), "error", *SPENT]
             lines = [[way, *_judged(cell), *_spent(cell)] for way, cell in cells.items()]
         parts.append(f"{title}\n\n{ruled(heads, lines)}")
@@ -1186,7 +1187,7 @@ def _judged(cell: dict[str, Any]) -> list[str]:
     """What is found of a way where the truth is known; of points the error alone."""
     distance = f"{cell['rms'] / cell['least_rms']:.2f}" if "rms" in cell else "-"
     if "coverage" not in cell:
-        return [str(cell["federations"]), *["-"] * 9, distance]
+        return [str(cell["federations"]), *["-"] * 10, distance]
     shares = {
         name: f"{share:.3f}" + ("" if error is None else f" ± {error:.3f}")
         for name, (share, error) in cell["coverage"].items()
@@ -1203,6 +1204,7 @@ def _judged(cell: dict[str, Any]) -> list[str]:
         _verdict(cell),
         shares["90"],
         *(f"{cell['by_client']['90'][place]:.2f}" for place in (0, -1)),
+        f"{cell['common']['90']:.3f}" if cell["common"] else "-",
         shares["50"],
         even,
         *widths,

@@ -214,6 +214,7 @@ class Posterior(Refits):
         import arviz
 
         dims: dict[str, list[str]] = {}
+        drawn: dict[str, Tensors] = {}
         programs = {site: one.program for site, one in self.here.items() if one.program is not None}
         own = self._own(list(self.here))
         groups = {"posterior": self.draws | self._joined(own, dims)}
