@@ -54,6 +54,7 @@ ARXIV = {
     **dict.fromkeys(("irm_l2", "irm_ft", "perinvfl"), "2211.11243"),
     **dict.fromkeys(("pfedmap", "pfedvem", "pfedvem_held"), "2305.12557"),
     **dict.fromkeys(("fedsi", "fedsi_fac", "fedsi_full"), "2404.15657"),
+    "apfl": "2003.13461",
     "clustered": "1910.01991",
     "ditto": "2012.04221",
     "fedamp": "2007.03797",

@@ -118,6 +118,7 @@ CASES = (
             "personal_optimiser": SGD(9e-2, weight_decay=1e-3),
         },
     ),
+    Case("apfl", {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.05), "adapt_epochs": 3}),
     Case("fedamp", {"epochs": 2, "batch_size": 10, "lam": 0.4, "adapt_epochs": 3}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
     Case(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from bayesfl.algorithms.apfl import apfl
 from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedamp import fedamp
@@ -49,6 +50,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
+    "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
@@ -138,6 +140,7 @@ def available() -> list[Entry]:
 __all__ = [
     "PAPERS",
     "Entry",
+    "apfl",
     "available",
     "clustered",
     "d_fedem",

@@ -34,7 +34,7 @@ TRAINS = {
     **dict.fromkeys(
         ("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
-    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp"), ((2, EPOCHS),)),
+    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
