@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.likelihoods import Bernoulli, Gaussian
-from bayesfl.optim import SGD
+from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import (
     FullGaussian,
     Laplace,
@@ -599,6 +599,13 @@ def heads(fed: Federation, result: Any) -> Belief:
     return Belief(padded(mean), padded(sd))
 
 
+def beliefs_of_q(fed: Federation, result: Any) -> Belief:
+    """The clients' beliefs about all their weights, as the method holds them."""
+    loc, variance = result.algorithm.blocks["q"].posterior.moments(result.private["q"])
+    mean, sd = (intercept_first(t) for t in (loc, variance.sqrt()))
+    return Belief(padded(mean), padded(sd))
+
+
 def points(fed: Federation, result: Any) -> Belief:
     """The clients' own weights, without a belief about them."""
     names = [name for name in ("head", "v", "theta", "w") if name in result.private]
@@ -713,6 +720,11 @@ OWN: dict[str, Way] = {
     "pfedvem_held": Way(trained(METHODS.pfedvem_held, heads), 60, ("pfedvem_held",)),
     "pfedvem_held, widths learned": Way(
         trained(partial(METHODS.pfedvem_held, scale_rate=1.0), heads), 60, ("pfedvem_held",)
+    ),
+    "pfedbayes, zeta 1": Way(
+        trained(partial(METHODS.pfedbayes, zeta=1.0, optimiser=Adam(1e-2)), beliefs_of_q),
+        60,
+        ("pfedbayes",),
     ),
     "pfedmap, Laplace of heads": Way(trained(METHODS.pfedmap, laplace_of_heads), 60, ("Laplace",)),
     "fedavg, heads": Way(trained(METHODS.fedavg, own_heads), 60, ("heads",)),

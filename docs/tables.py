@@ -54,6 +54,7 @@ ARXIV = {
     **dict.fromkeys(("irm_l2", "irm_ft", "perinvfl"), "2211.11243"),
     **dict.fromkeys(("pfedmap", "pfedvem", "pfedvem_held"), "2305.12557"),
     **dict.fromkeys(("fedsi", "fedsi_fac", "fedsi_full"), "2404.15657"),
+    "apfl": "2003.13461",
     "clustered": "1910.01991",
     "ditto": "2012.04221",
     "fedamp": "2007.03797",
@@ -70,6 +71,7 @@ ARXIV = {
     "irm": "1907.02893",
     "lg_fedavg": "2001.01523",
     "moon": "2103.16257",
+    "pfedbayes": "2206.07977",
     "pfedme": "2006.08848",
     "scaffold": "1910.06378",
 }

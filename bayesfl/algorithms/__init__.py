@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from bayesfl.algorithms.apfl import apfl
 from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedamp import fedamp
@@ -27,6 +28,7 @@ from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
 from bayesfl.algorithms.moon import moon
 from bayesfl.algorithms.perinvfl import perinvfl
+from bayesfl.algorithms.pfedbayes import pfedbayes
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
@@ -49,7 +51,9 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
+    "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
+    "pfedbayes": (pfedbayes, "pFedBayes", "Zhang et al., ICML 2022"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem_held": (
@@ -138,6 +142,7 @@ def available() -> list[Entry]:
 __all__ = [
     "PAPERS",
     "Entry",
+    "apfl",
     "available",
     "clustered",
     "d_fedem",
@@ -165,6 +170,7 @@ __all__ = [
     "local",
     "moon",
     "perinvfl",
+    "pfedbayes",
     "pfedmap",
     "pfedme",
     "pfedvem",

@@ -34,10 +34,11 @@ TRAINS = {
     **dict.fromkeys(
         ("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
-    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp"), ((2, EPOCHS),)),
+    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
+    "pfedbayes": ((4, STEPS),) * 2,  # inner steps on each of the batches
     "pfedmap": ((4, WHOLE), (1, EPOCHS)),
     **dict.fromkeys(("pfedvem", "pfedvem_held"), ((4, WHOLE), (2, EPOCHS))),
     **dict.fromkeys(("clustered", "ifca"), ((2, EPOCHS),)),  # the model of the client's cluster
@@ -58,6 +59,7 @@ SENDS = {
     "fedpac": (W + 3 + 48 + 1 + 48, W + 48 + 3 / 8),
     "fedbn": (W, W),
     "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
+    "pfedbayes": (2 * W, 2 * W),  # means and deviations
     "pfedvem": (W + 1, W + 1),  # the scale
     "clustered": (W + 1, W),
     **dict.fromkeys(("ifca", "fedem", "d_fedem"), (2 * W + 2, 2 * W)),  # and shares of the copies
