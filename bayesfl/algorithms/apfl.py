@@ -13,6 +13,7 @@ The server takes the plain mean of the cohort's w_j; v_j and alpha_j stay on the
 The authors' code moves alpha_j on the first batch of a round alone, by the mixture of the gradients
 at v_j and w_j in place of the one at vbar_j, and shrinks it by a term 0.02 alpha_j; the paper has
 none of these. At alpha_j = 0 no step moves v_j, so alpha_j leaves 0 only where v_j and w_j differ.
+The step on v_j and alpha_j takes most lines of the composition beyond twenty-five.
 
 Source: Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020, algorithm 1 and the
 update of alpha that follows it.
