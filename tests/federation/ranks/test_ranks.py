@@ -23,7 +23,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 def torchrun(ranks: int, *program: str, near: int | None = None) -> subprocess.Popen[str]:
     """Start a program on ranks, of which `near` pretend to be on one machine."""
     said = [] if near is None else ["env", f"LOCAL_WORLD_SIZE={near}", sys.executable]
-    begin = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # torchrun ends the other ranks as soon as it sees that one has ended: on a busy machine before
+    # they have said which.
+    late = "--monitor-interval=2"
+    begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", late]
     return subprocess.Popen(
         [*begin, f"--nproc_per_node={ranks}", *(["--no-python", *said] if said else []), *program],
         env=ENVIRONMENT,
