@@ -423,17 +423,18 @@ class Integral:
 
     def _is_normal(self, phi: Tensor) -> bool:
         """Say whether the own parameters are normal given phi [N, q], by some draws of these."""
-        z = self.modes(phi)
         noise = torch.from_numpy(generator(0, Purpose.POSTERIOR).standard_normal((9, self.size)))
-        logs = self.weights(phi, z, noise.expand(*z.shape[:2], -1, -1))[1]
+        logs = self.weights(phi, noise.expand(len(self.begin), len(phi), -1, -1))[1]
         return bool((logs.abs() < 1e-8).all())
 
-    def weights(self, phi: Tensor, z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return draws of the normal approximation at phi [N, q] and its modes z [J, N, d] by
-        noise [J, N, M, d], and the logarithms of their weights beside z's by unit, [J, N, M, U].
+    def weights(self, phi: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return draws of the normal approximation at phi [N, q] by noise [J, N, M, d], and the
+        logarithms of their weights beside the mode's by unit, [J, N, M, U].
         """
-        to = z.unsqueeze(2) + self.curvature(phi, z)[1].spread(noise)
-        logs = self.relative(phi, z, to, self.units)
+        with torch.no_grad():
+            z = self.modes(phi)
+            to = z.unsqueeze(2) + self.curvature(phi, z)[1].spread(noise)
+            logs = self.relative(phi, z, to, self.units)
         return to, logs + noise[..., self.units].square().sum(-1) / 2
 
     def split(self, phi: Tensor, count: int) -> tuple[Tensor, ...]:

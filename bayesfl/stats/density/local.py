@@ -185,9 +185,7 @@ class Batch:
         for some in self.integral.split(phi, CANDIDATES):
             size = len(some), CANDIDATES
             noise = np.stack([rng.standard_normal((*size, d)) for rng in noisy])
-            with torch.no_grad():
-                z = self.integral.modes(some)
-                to, logs = self.integral.weights(some, z, torch.from_numpy(noise))
+            to, logs = self.integral.weights(some, torch.from_numpy(noise))
             gumbel = np.stack([rng.gumbel(size=(*size, len(units))) for rng in choosing])
             best = (logs + torch.from_numpy(gumbel)).argmax(2)
             chosen = torch.zeros(len(places), len(some), d, dtype=torch.float64)
@@ -206,10 +204,7 @@ class Batch:
         noise = generator(seed, Purpose.POSTERIOR).standard_normal((LOOKED_AT, begin.shape[1]))
         of_all = torch.from_numpy(noise).expand(len(begin), 1, -1, -1)
         found = []
-        with torch.no_grad():
-            z = self.integral.modes(phi[None])
-            weighed = self.integral.weights(phi[None], z, of_all)[1][:, 0]
-        for logs in weighed:
+        for logs in self.integral.weights(phi[None], of_all)[1][:, 0]:
             exact = (logs.amax(0) - logs.amin(0)) < 1e-9
             each = [weights_of(one)[1] for one in logs.T[~exact]]
             found.append(min(max(each, default=0.0), 9.0))
