@@ -26,7 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]  # the second is of the last build
 html_theme = "furo"
 html_title = f"bayesfl {version}"
 html_static_path = ["static"]
