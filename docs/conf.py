@@ -38,7 +38,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 # Tutorials and the gallery are text notebooks, which every build runs anew in a folder of its own.
 nb_execution_mode = "force"
 nb_execution_in_temp = True
-nb_execution_timeout = 60  # seconds for a cell
+nb_execution_timeout = 600  # seconds for a cell, on a machine that does other things beside
 nb_execution_raise_on_error = True
 nb_output_stderr = "error"
 nb_merge_streams = True
