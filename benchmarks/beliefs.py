@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.likelihoods import Bernoulli, Gaussian
-from bayesfl.optim import SGD, Adam
+from bayesfl.optim import SGD, Adam, cosine
 from bayesfl.posteriors import (
     FullGaussian,
     Laplace,
@@ -683,6 +683,8 @@ def mode(model: nn.Module, **given: Any) -> bf.Algorithm:
 
 LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
 FEDEM = partial(METHODS.fedem, components=2, optimiser=SGD(0.1))
+PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
+FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 BY_COPY = Mixture("components", "pi", each=KNOWN)
 
 
@@ -736,7 +738,7 @@ OWN: dict[str, Way] = {
 def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[str, Way]:
     """Return the ways to the values of a model that all clients share."""
     one = partial(trained, model=model)
-    at_mode = partial(one, rounds=300)
+    at_mode, at_product = partial(one, rounds=300), partial(one, rounds=100)
     return {
         **{
             f"fedavg, {name} of all rows": Way(
@@ -762,6 +764,10 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
             one(predicting(METHODS.pfedvem, LinearisedBelief()), predictions),
             count,
             ("pfedvem", "LinearisedBelief"),
+        ),
+        "pvi": Way(at_product(predicting(PVI, LinearisedBelief()), predictions), count, ("pvi",)),
+        "fedep": Way(
+            at_product(predicting(FEDEP, LinearisedBelief()), predictions), count, ("fedep",)
         ),
     }
 

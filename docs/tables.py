@@ -71,8 +71,10 @@ ARXIV = {
     "irm": "1907.02893",
     "lg_fedavg": "2001.01523",
     "moon": "2103.16257",
+    "fedep": "2302.04228",
     "pfedbayes": "2206.07977",
     "pfedme": "2006.08848",
+    "pvi": "2202.12275",
     "scaffold": "1910.06378",
 }
 """Where each method's paper stands on arXiv."""

@@ -15,6 +15,7 @@ from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedbn import fedbn
 from bayesfl.algorithms.fedem import d_fedem, fedem
+from bayesfl.algorithms.fedep import fedep
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
@@ -32,6 +33,7 @@ from bayesfl.algorithms.pfedbayes import pfedbayes
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
+from bayesfl.algorithms.pvi import pvi
 from bayesfl.algorithms.scaffold import scaffold
 from bayesfl.composition import Algorithm
 
@@ -54,6 +56,8 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
     "pfedbayes": (pfedbayes, "pFedBayes", "Zhang et al., ICML 2022"),
+    "pvi": (pvi, "PVI", "Ashman et al., 2022"),
+    "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem_held": (
@@ -153,6 +157,7 @@ __all__ = [
     "fedbabu",
     "fedbn",
     "fedem",
+    "fedep",
     "fedpac",
     "fedper",
     "fedprox",
@@ -175,6 +180,7 @@ __all__ = [
     "pfedme",
     "pfedvem",
     "pfedvem_held",
+    "pvi",
     "scaffold",
 ]
 

@@ -5,7 +5,9 @@ combines them.
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
+from bayesfl.composition.changes import with_personal, with_server_optimiser
 from bayesfl.composition.energy import Energy, Penalty, tempering
+from bayesfl.composition.factors import Factors
 from bayesfl.composition.invariance import (
     Annealed,
     Estimator,
@@ -16,7 +18,6 @@ from bayesfl.composition.invariance import (
     reweighted,
     tied,
 )
-from bayesfl.composition.personal import with_personal
 from bayesfl.composition.phases import Descend, Once, Repeat
 from bayesfl.composition.pools import (
     Mean,
@@ -38,7 +39,6 @@ from bayesfl.composition.priors import (
     own_mean,
     server_mean,
 )
-from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.composition.topology import check_mixing, erdos_renyi, metropolis
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Descend",
     "Energy",
     "Estimator",
+    "Factors",
     "LinearisedBelief",
     "LinearisedLaplace",
     "Mean",

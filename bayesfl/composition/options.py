@@ -161,6 +161,12 @@ FinetuneOptimiser: TypeAlias = Annotated[
     AnyOptimiser | None, check_optimiser, "Optimiser of fine-tuning; None for `optimiser`."
 ]
 
+Damping: TypeAlias = Annotated[
+    float | None,
+    Range(0, 1, "]"),
+    "Share of the way that a client's factor goes to its new value, in (0, 1]; None for 1 / J, by "
+    "which J clients at once never overshoot. 1 is for cohorts of one.",
+]
 Strength: TypeAlias = Annotated[float, AT_LEAST_0]
 Kept: TypeAlias = Annotated[
     float, Range(0, 1, "["), "Share of the old body and centre that the server keeps, in [0, 1)."

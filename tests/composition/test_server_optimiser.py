@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.composition.server_optimiser import with_server_optimiser
+from bayesfl.composition.changes import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD, Adam
 from tests.cases import close, run, weights, with_batch_norm

@@ -35,6 +35,7 @@ TRAINS = {
         ("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
     **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
+    **dict.fromkeys(("pvi", "fedep"), ((2, EPOCHS),)),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
@@ -60,6 +61,7 @@ SENDS = {
     "fedbn": (W, W),
     "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
     "pfedbayes": (2 * W, 2 * W),  # means and deviations
+    **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the damping
     "pfedvem": (W + 1, W + 1),  # the scale
     "clustered": (W + 1, W),
     **dict.fromkeys(("ifca", "fedem", "d_fedem"), (2 * W + 2, 2 * W)),  # and shares of the copies

@@ -19,9 +19,9 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.changes import with_server_optimiser
 from bayesfl.composition.pools import Clipped, Mean, by_size, equal
 from bayesfl.composition.predictors import LinearisedLaplace, PooledLaplace
-from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.private.privacy import ClientPrivacy
 from bayesfl.federation.rounds.admission import Admission

@@ -1,0 +1,96 @@
+"""PVI: one Gaussian posterior of the federation, the product of a prior and of a factor for each
+client, which the client refines by variational inference against all others' work.
+
+With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
+
+    q_j   =  argmax  E_q[log p(D_j | w)] - KL(q || q_old / t_j),     mean fields, in gradient steps,
+    t_j  <-  t_j^(1 - damping) (q_j t_j / q_old)^damping,
+    q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
+
+A fixed point is a stationary point of the evidence bound of all rows together, for any `damping`.
+All clients refine at once, or, in cohorts of one, one after the other.
+
+Factors' precisions stay at 0 or above (`bayesfl.composition.factors`), which the paper does not
+ask. After the first round q_j starts with the mean of q and the client's own last deviations: a
+few steps from there lead q_j from q_old towards its maximum, where steps from its own last mean
+would be behind, and q diverge. Numbers of steps, and their optimiser, are ours.
+
+Source: Ashman, Bui, Nguyen, Markou, Weller, Swaroop, Turner, "Partitioned variational inference: a
+framework for probabilistic federated learning", 2022, algorithm 1 and the damping after it.
+"""
+
+from typing import Annotated
+
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Factors, Once, options
+from bayesfl.likelihoods import Categorical
+from bayesfl.optim import Adam
+from bayesfl.posteriors import MeanField
+
+
+@options.method()
+def pvi(
+    model: options.Model,
+    *,
+    prior_precision: Annotated[float, options.INVERTIBLE] = 1.0,
+    damping: options.Damping = None,
+    epochs: options.Epochs = 10,
+    batch_size: options.BatchSize = 50,
+    optimiser: options.Optimiser = Adam(1e-2),
+    draws: options.Draws = 1,
+    init_scale: options.Positive = 0.05,
+    likelihood: options.Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by PVI: all clients share one Gaussian posterior about all weights.
+
+    Its variances leave out that weights depend on each other, and are too small where they do.
+
+    Args:
+        prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
+        init_scale: Standard deviation of q_j before the client's first step.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.pvi(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc', 'w.rho']
+        >>> result = bf.simulate(method, clients, rounds=1)
+    """
+    factors = Factors("w", precision=prior_precision, damping=damping)
+    field = MeanField(init_scale=init_scale)
+
+    def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return view | {"v": view["v"] | {"loc": view["w"]["loc"]}} if given["round"] else view
+
+    def refine(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return factors.refined(given, view, *field.natural(view["v"]))
+
+    fit = Descend(
+        Energy("v", ("v",), likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        draws=draws,
+    )
+    phases = (Once(begin), fit, Once(refine))
+    return Algorithm(
+        model,
+        {
+            "w": factors.shared,
+            "v": Block(posterior=field, prior=factors.prior, pool=None, keep=True),
+        },
+        phases,
+        parts=("w",),
+        likelihood=likelihood,
+        server=factors.server,
+        broadcast=("damping",),
+        private=factors.private,
+        adapt=(Once(join), *phases),
+        draws=10,
+    )
+
+
+def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Start a new client's posterior at the federation's."""
+    return view | {"v": view["w"]}

@@ -1,0 +1,135 @@
+"""Factors: a posterior of the federation that is the product of a prior and of a factor for each
+client, which the client keeps and replaces.
+
+    q(w) = N(0, 1 / precision) prod_j t_j(w),
+
+with all Gaussians diagonal. A client refines its factor against its cavity q / t_j, which is the
+prior times all other clients' factors. The server's q is multiplied by what the cohort's factors
+have changed, so that it stays the product. What a client takes for q_j, its posterior under the
+cavity as prior, makes the method: variational inference (`bf.algorithms.pvi`), or a Laplace
+approximation, which is expectation propagation (`bf.algorithms.fedep`).
+
+Factors' precisions are kept at 0 or above, so that every cavity has a density, and a round of many
+clients never leaves a negative precision.
+
+Source: Bui, Nguyen, Swaroop, Turner, "Partitioned variational inference: a unified framework
+encompassing federated and continual learning", 2018.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import Range, declared
+from bayesfl.base.protocols import Server, Tensors, View
+from bayesfl.composition.block import Block
+from bayesfl.composition.options import INVERTIBLE
+from bayesfl.composition.pools import PrecisionWeighted
+from bayesfl.composition.priors import Normal
+from bayesfl.posteriors import MeanField
+
+
+@dataclass(frozen=True)
+@declared
+class Factors:
+    """Declare the posterior `block` of a federation, and the `factor` that each client keeps.
+
+    Args:
+        block: Name of the block, whose belief about all weights is q.
+        precision: Precision of the prior N(0, 1 / precision) of every weight.
+        damping: Share of the way, in natural parameters, that a client's factor goes to its new
+            value, in (0, 1]; None for 1 / J, so that all J clients at once never overshoot.
+
+    Example:
+        >>> factors = bf.Factors("w", precision=1.0)
+        >>> q = {"loc": torch.zeros(2), "rho": factors.posterior.init(torch.zeros(2))["rho"]}
+        >>> factor = {"precision": torch.zeros(2), "weighted": torch.zeros(2)}
+        >>> view = {"w": q, "factor": factor}  # of a client that has told nothing yet
+        >>> [t.tolist() for t in factors.cavity(view)]
+        [[1.0, 1.0], [0.0, 0.0]]
+    """
+
+    block: str
+    precision: Annotated[float, INVERTIBLE] = 1.0
+    damping: Annotated[float | None, Range(0, 1, "]")] = None
+
+    @property
+    def posterior(self) -> MeanField:
+        """Return the family of q, whose start is the prior."""
+        return MeanField(init_scale=self.precision**-0.5)
+
+    @property
+    def shared(self) -> Block:
+        """Return the block of q."""
+        pool = PrecisionWeighted(posterior=self.posterior, prior=self._received)
+        return Block(posterior=self.posterior, start=_zeros, pool=pool)
+
+    def server(self, blocks: Server, clients: int) -> Server:
+        """Return the `damping` of J clients, which everyone receives; see `Algorithm`."""
+        return {"damping": torch.tensor(self.damping or 1 / clients)}
+
+    @property
+    def private(self) -> dict[str, Any]:
+        """Return what each client keeps, for `Algorithm(private=...)`."""
+        return {"factor": self._none}
+
+    @property
+    def prior(self) -> Normal:
+        """Return the cavity as the prior of a client's own block."""
+        return Normal(centre=self._centre, variance=self._variance)
+
+    def cavity(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return the precision of q / t_j, and the precision times its mean, [..., D]."""
+        precision, weighted = self.posterior.natural(view[self.block])
+        # The difference is below the prior's precision by rounding alone.
+        others = (precision - view["factor"]["precision"]).clamp_min(self.precision)
+        return others, weighted - view["factor"]["weighted"]
+
+    def refined(self, given: Server, view: View, precision: Tensor, weighted: Tensor) -> View:
+        """Return a client's view with a new factor, and with what q becomes by it.
+
+        Args:
+            given: What every client received.
+            view: The view, with q as it was received and the old factor.
+            precision: Precision of q_j, the client's posterior under the cavity, [..., D].
+            weighted: That times the mean of q_j, [..., D].
+        """
+        others, pull = self.cavity(view)
+        old, share = view["factor"], given["damping"]
+        factor = {
+            "precision": old["precision"].lerp((precision - others).clamp_min(0), share),
+            "weighted": old["weighted"].lerp(weighted - pull, share),
+        }
+        q = self.posterior.of_natural(others + factor["precision"], pull + factor["weighted"])
+        return view | {self.block: q, "factor": factor}
+
+    def without(self, q: Tensors, factor: Tensors) -> Tensors:
+        """Return q without a client's factor: what the federation knows without that client, up to
+        what others' factors have learnt beside it.
+
+        Args:
+            q: The federation's posterior, as `result.server["w"]`.
+            factor: The client's, as `result.private["factor"]` has it in the client's row.
+        """
+        return self.posterior.of_natural(*self.cavity({self.block: q, "factor": factor}))
+
+    def _received(self, server: Server) -> tuple[Tensor, Tensor]:
+        precision, weighted = self.posterior.natural(server[self.block])
+        return weighted / precision, precision
+
+    def _centre(self, given: Server, view: View) -> Tensor:
+        precision, weighted = self.cavity(view)
+        return weighted / precision
+
+    def _variance(self, given: Server, view: View) -> Tensor:
+        return 1 / self.cavity(view)[0]
+
+    def _none(self, given: Server) -> Tensors:
+        zeros = torch.zeros_like(given[self.block]["loc"])
+        return {"precision": zeros, "weighted": zeros}
+
+
+def _zeros(rng: Any, size: int) -> Tensor:
+    return torch.zeros(size)
