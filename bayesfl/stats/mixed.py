@@ -56,6 +56,7 @@ from bayesfl.stats.asking import (
     used_rows,
     with_likelihood,
 )
+from bayesfl.stats.density.integral import bent
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
 from bayesfl.stats.fit import Compared, inverse, summaries
 from bayesfl.stats.hierarchy import Groups, Phi
@@ -378,8 +379,8 @@ class Maximum(Climb):
         def traced(at: Tensor) -> Tensor:
             return (state["inverse"].clone() * information(at)).sum()
 
-        turn = torch.func.jacfwd(information)(at).movedim(-1, 0)
-        return found | {"turn": turn, "bend": torch.func.hessian(traced)(at)}
+        turn = torch.func.jacrev(information)(at).movedim(-1, 0)
+        return found | {"turn": turn, "bend": bent(traced)(at)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step; see `newton.step`."""
@@ -422,7 +423,7 @@ class Mode(Climb):
             return self.log_prior(at, self.prior) + torch.linalg.slogdet(given).logabsdet / 2
 
         at = state["theta"].clone()
-        by = (added, torch.func.grad(added), torch.func.hessian(added))
+        by = (added, torch.func.grad(added), bent(added))
         less = {k: total[k] - f(at) for k, f in zip(DERIVATIVES, by, strict=True)}
         return self.step(state, total | less)
 
