@@ -30,6 +30,7 @@ from bayesfl.algorithms.local import local
 from bayesfl.algorithms.moon import moon
 from bayesfl.algorithms.perinvfl import perinvfl
 from bayesfl.algorithms.pfedbayes import pfedbayes
+from bayesfl.algorithms.pfedhn import pfedhn
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
@@ -55,6 +56,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
+    "pfedhn": (pfedhn, "pFedHN", "Shamsian, Navon, Fetaya, Chechik, ICML 2021"),
     "pfedbayes": (pfedbayes, "pFedBayes", "Zhang et al., ICML 2022"),
     "pvi": (pvi, "PVI", "Ashman et al., 2022"),
     "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
@@ -176,6 +178,7 @@ __all__ = [
     "moon",
     "perinvfl",
     "pfedbayes",
+    "pfedhn",
     "pfedmap",
     "pfedme",
     "pfedvem",
