@@ -84,6 +84,7 @@ CASES = (
     Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedavg", {"epochs": 2, "batch_size": 10}),
     Case("fedavg_ft", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2}),
+    Case("knn_per", {"epochs": 2, "batch_size": 10, "k": 3, "share": 0.4}),
     Case(
         "fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}
     ),

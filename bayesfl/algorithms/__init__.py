@@ -25,6 +25,7 @@ from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.ifca import ifca
 from bayesfl.algorithms.irm import irm, irm_ft, irm_l2
+from bayesfl.algorithms.knn_per import knn_per
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
 from bayesfl.algorithms.moon import moon
@@ -42,6 +43,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "local": (local, "Local", "-"),
     "fedavg": (fedavg, "FedAvg", "McMahan et al., AISTATS 2017"),
     "fedavg_ft": (fedavg_ft, "FedAvg-FT", "Marfoq et al., NeurIPS 2021 (FedAvg+)"),
+    "knn_per": (knn_per, "kNN-Per", "Marfoq, Neglia, Kameni, Vidal, ICML 2022"),
     "fedprox": (fedprox, "FedProx", "Li et al., MLSys 2020"),
     "scaffold": (scaffold, "SCAFFOLD", "Karimireddy et al., ICML 2020"),
     "moon": (moon, "MOON", "Li, He, Song, CVPR 2021"),
@@ -173,6 +175,7 @@ __all__ = [
     "irm",
     "irm_ft",
     "irm_l2",
+    "knn_per",
     "lg_fedavg",
     "local",
     "moon",

@@ -29,7 +29,13 @@ from bayesfl.composition.pools import (
     counted,
     equal,
 )
-from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture, size_of
+from bayesfl.composition.predictors import (
+    LinearisedBelief,
+    LinearisedLaplace,
+    Mixture,
+    Neighbours,
+    size_of,
+)
 from bayesfl.composition.priors import (
     Normal,
     Parameter,
@@ -55,6 +61,7 @@ __all__ = [
     "Mixed",
     "Mixture",
     "MomentMatched",
+    "Neighbours",
     "Normal",
     "Once",
     "Parameter",

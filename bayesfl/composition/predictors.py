@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout, Pattern
-from bayesfl.base.options import Natural, Range, declared
+from bayesfl.base.options import Count, Natural, Positive, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
 from bayesfl.base.warning import warn
 from bayesfl.composition.priors import Parameter
@@ -24,6 +24,7 @@ from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.ggn import Piece
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical
+from bayesfl.models.cutting import has_body
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
@@ -49,6 +50,8 @@ HEAD = "own_head"
 """The name of the block of which each client has a Gaussian under `Heads`."""
 HIERARCHY, SCALED = "heads", "heads-scaled"
 """The names of the surveys that `Heads` needs."""
+SHARES = tuple(k / 20 for k in range(21))
+"""Shares of a client's own rows that `Neighbours` tries on validation data."""
 PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
@@ -838,6 +841,96 @@ class _Linearised:
                 likelihood, mean.repeat(count, 1), covariance.flatten(0, -3), noise, link=link
             ).items()
         }
+
+
+@dataclass(frozen=True)
+@declared
+class Neighbours:
+    """Predict by the model and by a client's own nearest rows.
+
+    Args:
+        k: Number of rows that count; all where a client has fewer.
+        scale: By which the distances are divided.
+        share: Share lam of the rows in the prediction; None to choose one for all clients on their
+            validation data.
+
+    Example:
+        >>> bf.algorithms.knn_per(bf.models.mlp(64, hidden=8, outputs=5), share=0.5).predictor
+        Neighbours(k=10, scale=1.0, share=0.5)
+    """
+
+    k: Count = 10
+    scale: Positive = 1.0
+    share: Annotated[float | None, Range(0, 1, "[]")] = None
+    tunes = "share"
+    reads = ()
+    needs_data = True
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Return the shares that are tried, see `Predictor`."""
+        return SHARES if self.share is None else (self.share,)
+
+    def check(self, algorithm: "Algorithm") -> None:
+        """Raise ValueError where rows cannot vote, or there are no features."""
+        if not isinstance(algorithm.likelihood, Categorical) or not has_body(algorithm.model):
+            raise ValueError(
+                "neighbours are found by a network's features, and vote for classes: take "
+                "likelihood=Categorical() and a bf.models.SplitModel whose body is trained"
+            )
+
+    def __call__(
+        self, algorithm: "Algorithm", given: Server, view: View, data: Batch
+    ) -> FittedPredictor:
+        """Return one client's predictor, see `Predictor`."""
+        features, _ = algorithm.features(algorithm.leaves(algorithm.parts, view), data["x"])
+        return self.restored(algorithm, view, {"features": features, "labels": data["y"]})
+
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
+        """Return the features and labels of the client's rows, see `StoredPredictor`."""
+        return fitted.state
+
+    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
+        """Return one client's predictor by its rows' features, see `StoredPredictor`."""
+        return _Voting(self, algorithm, view, tensors)
+
+
+@dataclass(frozen=True)
+class _Voting:
+    """One client's predictor.
+
+    Args:
+        rule: The rule.
+        algorithm: The method.
+        view: The client's view.
+        state: Its rows' `features` [n, F] and `labels` [n].
+    """
+
+    rule: Neighbours
+    algorithm: "Algorithm"
+    view: View
+    state: Tensors
+
+    def __call__(
+        self, x: Inputs, *, value: Any = None, noise: Tensor | None = None, plain: bool = False
+    ) -> Tensors:
+        """Return the predictions at `x`; with `plain`, the model's alone."""
+        algorithm = self.algorithm
+        leaves = algorithm.leaves(algorithm.parts, self.view)
+        features, outputs = algorithm.features(leaves, x)
+        share = 0.0 if plain else self.rule.grid[0] if value is None else value
+        lam = torch.as_tensor(share, dtype=outputs.dtype, device=outputs.device)[..., None, None]
+        mixed = lam * self.votes(features, outputs) + (1 - lam) * outputs.softmax(-1)
+        found = algorithm.likelihood.predictive(mixed.log().unsqueeze(-3))
+        return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
+
+    def votes(self, features: Any, outputs: Tensor) -> Tensor:
+        """Return p_kNN [N, O] at features [N, F]."""
+        held, labels = self.state["features"].to(features), self.state["labels"]
+        apart = torch.cdist(features, held).square() / features.shape[-1]
+        near, places = apart.topk(min(self.rule.k, len(labels)), largest=False)
+        weights = (-near / self.rule.scale).softmax(-1)
+        return torch.zeros_like(outputs).scatter_add(-1, labels[places], weights)
 
 
 def _at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:

@@ -32,7 +32,7 @@ BODY, HEAD, W = 144, 51, 195
 EPOCHS, STEPS, WHOLE = "epochs", "steps", "whole"
 TRAINS = {
     **dict.fromkeys(
-        ("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
+        ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
     **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
     **dict.fromkeys(("pvi", "fedep"), ((2, EPOCHS),)),

@@ -23,6 +23,7 @@ from bayesfl.composition.predictors import (
     LinearisedBelief,
     LinearisedLaplace,
     Mixture,
+    Neighbours,
     PooledLaplace,
 )
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
@@ -34,7 +35,7 @@ _KNOWN: dict[str, type] = {
     for kind in (
         *(getattr(likelihoods, name) for name in likelihoods.__all__),
         *(Point, MeanField, FullGaussian),
-        *(LinearisedLaplace, LinearisedBelief, Mixture, PooledLaplace, Heads),
+        *(LinearisedLaplace, LinearisedBelief, Mixture, Neighbours, PooledLaplace, Heads),
     )
 }
 
