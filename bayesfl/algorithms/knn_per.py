@@ -8,7 +8,8 @@ where d_i is the squared distance of features, the inputs of the model's head, d
 number. The common model is FedAvg's; rows and features stay on the client.
 
 The paper chooses a lam for each client on its own validation rows; here one for all is chosen by
-sums over the validation rows of all. The default of `scale` is the authors' code's.
+sums over the validation rows of all, the largest that fits as well as the best to one standard
+error. The default of `scale` is the authors' code's.
 
 Source: Marfoq, Neglia, Kameni, Vidal, "Personalized federated learning through local memorization",
 ICML 2022, equations 5 to 8.

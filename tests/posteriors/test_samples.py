@@ -79,3 +79,23 @@ def test_saved_draws_are_the_same(tmp_path, dtype):
         Samples.load(tmp_path / "draws", network(), pattern="body.*")
     with pytest.raises(ValueError, match=r"likelihood .*Categorical.*got Gaussian"):
         Samples.load(tmp_path / "draws", network(), likelihood=Gaussian(), pattern="head.*")
+
+
+@pytest.mark.parametrize(
+    ("chains", "apart", "said"),
+    [
+        (2, 0.0, "of 1200"),
+        (2, 3.0, "of 1200: run longer, by warmup= and draws= or thin="),
+        (1, 0.0, "of 600: take chains=4, and run longer, by warmup= and draws= or thin="),
+    ],
+)
+def test_the_verdict_is_the_worst_weights(chains: int, apart: float, said: str):
+    model = nn.Linear(1, 1)
+    layout = Layout(model, "*")
+    draws = torch.randn(chains, 600, layout.size, generator=torch.Generator().manual_seed(0))
+    draws[0, :, 1] += apart  # of the second weight the chains do not agree
+    samples = Samples(draws, layout, model, Categorical())
+    found, verdict = samples.diagnostics(), samples.verdict()
+    worst, least = found["r_hat"].max(), found["ess"].min()
+    assert verdict == f"worst R-hat {worst:.2f}, least ESS {least:.0f} {said}"
+    assert chains == 1 or (float(worst) > 1.01) == bool(apart)

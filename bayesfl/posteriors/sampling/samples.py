@@ -154,6 +154,28 @@ class Samples:
         }
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
+    def verdict(self) -> str:
+        """Return in a line how far the chains can be relied on: the largest R-hat and the least
+        effective number of draws of all weights, and what to do where an R-hat is above 1.01 or
+        fewer than 100 draws of each chain count.
+
+        Source: Vehtari et al., 2021, as of `diagnostics`, section 4.
+
+        Example:
+            >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+            >>> drawn = bf.posteriors.sgld(nn.Linear(2, 3), x, y, precision=1.0, draws=4, chains=2)
+            >>> drawn.verdict().endswith("run longer, by warmup= and draws= or thin=")
+            True
+        """
+        found = self.diagnostics()
+        worst, least = float(found["r_hat"].max()), float(found["ess"].min())
+        chains, draws = self.draws.shape[:2]
+        said = f"worst R-hat {worst:.2f}, least ESS {least:.0f} of {chains * draws}"
+        if worst <= 1.01 and least >= 100 * chains:
+            return said
+        remedy = "run longer, by warmup= and draws= or thin="
+        return f"{said}: " + (remedy if chains > 1 else f"take chains=4, and {remedy}")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the draws into one file, whole or not at all; `Samples.load` reads it."""
         diverging = {} if self.diverging is None else {"diverging": self.diverging}
