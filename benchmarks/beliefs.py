@@ -41,6 +41,7 @@ from bayesfl.posteriors import (
     nuts,
     sghmc,
     sgld,
+    swag,
 )
 from bayesfl.stats import hierarchy
 from bayesfl.stats.families import Normal
@@ -715,6 +716,7 @@ OWN: dict[str, Way] = {
             ("sgld", sgld, {"draws": 1000, "warmup": 2000}),
             ("sghmc", sghmc, {"draws": 1000, "warmup": 2000}),
             ("ensemble", ensemble, {"steps": 1000}),
+            ("swag", swag, {"draws": 1000, "averages": 200, "batch_size": 10}),
         )
     },
     "pfedvem": Way(trained(METHODS.pfedvem, heads), 60, ("pfedvem", "MeanField")),

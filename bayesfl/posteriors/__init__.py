@@ -12,6 +12,7 @@ from bayesfl.posteriors.sampling.ensembles import ensemble
 from bayesfl.posteriors.sampling.langevin import sghmc, sgld
 from bayesfl.posteriors.sampling.nuts import nuts
 from bayesfl.posteriors.sampling.samples import Samples
+from bayesfl.posteriors.sampling.swag import swag
 
 __all__ = [
     "FullGaussian",
@@ -23,4 +24,5 @@ __all__ = [
     "nuts",
     "sghmc",
     "sgld",
+    "swag",
 ]

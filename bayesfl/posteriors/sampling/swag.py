@@ -1,0 +1,103 @@
+"""SWAG: the Gaussian around the average of SGD's iterates that has their spread."""
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.layout import Pattern
+from bayesfl.base.options import Count, Natural, declared
+from bayesfl.base.protocols import Likelihood
+from bayesfl.base.random import Purpose, generator
+from bayesfl.curvature.batches import Data
+from bayesfl.optim import SGD, Optimiser, rate_at
+from bayesfl.posteriors.sampling.samples import Samples
+from bayesfl.posteriors.sampling.target import Target
+
+
+@declared
+def swag(
+    model: nn.Module,
+    x: Data,
+    y: Tensor | None = None,
+    *,
+    precision: float | Tensor,
+    centre: float | Tensor = 0.0,
+    likelihood: Likelihood | None = None,
+    pattern: Pattern = "*",
+    draws: Count = 30,
+    warmup: Natural = 1000,
+    averages: Count = 30,
+    thin: Count = 10,
+    rank: Count = 20,
+    batch_size: Count | None = None,
+    optimiser: Optimiser = SGD(1e-2, momentum=0.9),
+    seed: Natural = 0,
+) -> Samples:
+    """Draw from the Gaussian that has the mean of SGD's iterates, and half of their variances
+    beside half of the covariance of the last ones.
+
+    With the mean m and the variances v of all iterates w_i, and the columns D of the last `rank`
+    deviations w_i - m_i, of the mean m_i up to then, a draw is
+
+        m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2),      e, f standard normal.
+
+    Its width is the one in which SGD moves at this rate and batch size, which need not be the
+    posterior's; without batches there is next to none.
+
+    Maddox, Garipov, Izmailov, Vetrov, Wilson, "A simple baseline for Bayesian uncertainty in deep
+    learning", NeurIPS 2019, algorithm 1.
+
+    Args:
+        model: Any module, which is not changed; SGD starts from its weights, in evaluation mode.
+        x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again, as
+            a DataLoader.
+        y: Labels or targets [N, ...]; None where batches bring them.
+        precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
+            sum over the data: one number, or one for each weight, [D].
+        centre: Mean of the prior: one number or one for each weight, [D].
+        likelihood: Distribution of y given the outputs; categorical by default.
+        pattern: Which parameters are uncertain, a pattern over names such as `head.*`.
+        draws: Number of draws.
+        warmup: Number of steps before the first iterate that counts.
+        averages: Number of iterates that count.
+        thin: Number of steps from one of these to the next.
+        rank: Number of the last ones that give covariances; all where there are fewer.
+        batch_size: Number of examples of a step, for inputs and labels; None for all of them.
+        optimiser: Optimiser of the mean over examples of the negative log joint density.
+        seed: Seed of the order of examples, and of the draws.
+
+    Returns:
+        `Samples` of one chain.
+
+    Raises:
+        ValueError: The data do not fit the module or the likelihood, or can be read only once;
+            `precision` is not > 0; or an iterate is not finite.
+
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, warmup=9, batch_size=10)
+        Samples(1 chain of 30 draws of 9 weights)
+    """
+    target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
+    w, steps = target.loc.clone(), warmup + averages * thin
+    state, batches = optimiser.init(w), target.batches(batch_size, seed)
+    mean, spread = torch.zeros_like(w), torch.zeros_like(w)  # sums of squares about the mean
+    last: list[Tensor] = []
+    for step in range(steps):
+        slope = target.slope(w, *next(batches))
+        w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step, steps))
+        count, left = divmod(step - warmup + 1, thin)
+        if step >= warmup and not left:
+            before, mean = mean, mean + (w - mean) / count
+            spread = spread + (w - before) * (w - mean)
+            last = [*last, w - mean][-rank:]
+    if not bool(w.isfinite().all()):
+        raise ValueError(
+            "SGD's iterates are not finite: take a lower rate, as optimiser=SGD(1e-3), and scale "
+            "the inputs"
+        )
+    noise = generator(seed, Purpose.POSTERIOR).standard_normal((draws, len(w) + len(last)))
+    e, f = torch.from_numpy(noise).to(w).split([len(w), len(last)], 1)
+    drawn = mean + (spread / averages / 2).sqrt() * e
+    if len(last) > 1:
+        drawn = drawn + f @ torch.stack(last) / (2 * (len(last) - 1)) ** 0.5
+    return Samples(drawn[None], target.layout, target.model, target.likelihood)

@@ -1,0 +1,57 @@
+"""SWAG beside a plain loop of torch's SGD and the formulas of its Gaussian."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.likelihoods import Gaussian
+from bayesfl.optim import SGD
+
+N, PRIOR, RATE = 24, 0.5, 0.05
+
+
+@pytest.mark.parametrize("rank", [1, 5, 50])
+def test_mean_and_covariance_of_the_iterates(rank: int):
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(N, 2, generator=rng).double(), torch.randn(N, generator=rng).double()
+    model = nn.Linear(2, 1).double()
+    batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, N, 8)]
+    given = {"precision": PRIOR, "likelihood": Gaussian(), "warmup": 6, "averages": 12, "thin": 2}
+    drawn = bf.posteriors.swag(
+        model,
+        batches,
+        rank=rank,
+        draws=200_000,
+        optimiser=SGD(RATE, momentum=0.5),
+        **given,
+    )
+    steps = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+    means, iterates = [], []
+    for step in range(30):
+        xs, ys = batches[step % 3]
+        steps.zero_grad()
+        w = parameters_to_vector(model.parameters())
+        nll = 3 * (model(xs)[:, 0] - ys).square().sum() / 2  # three such batches are all rows
+        ((nll + PRIOR * w.square().sum() / 2) / N).backward()
+        steps.step()
+        if step >= 6 and step % 2:
+            iterates.append(parameters_to_vector(model.parameters()).detach())
+            means.append(torch.stack(iterates).mean(0))
+    all_of_them = torch.stack(iterates)
+    away = torch.stack([w - m for w, m in zip(iterates, means, strict=True)])[-rank:]
+    wanted = all_of_them.var(0, correction=0).diag() / 2
+    if rank > 1:
+        wanted = wanted + away.T @ away / (2 * (len(away) - 1))
+    mean, _ = drawn.moments()
+    assert len(iterates) == 12
+    assert_close(mean, means[-1], atol=4 * float(wanted.diagonal().max().sqrt()) / 450, rtol=0)
+    assert_close(drawn.covariance(), wanted, atol=0.015 * float(wanted.max()), rtol=0.02)
+
+
+def test_a_rate_that_is_too_large_is_refused():
+    x, y = 1e3 * torch.randn(30, 2), torch.arange(30) % 3
+    with pytest.raises(ValueError, match="not finite"):
+        bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, optimiser=SGD(1e9))
