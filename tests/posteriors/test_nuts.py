@@ -215,10 +215,10 @@ def test_what_diverges_is_said(caplog):
     """A likelihood with a cliff and hardly any adaptation."""
     with caplog.at_level(logging.WARNING, "bayesfl"):
         found = nuts(
-            linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=0, chains=1
+            linear(), *data(), likelihood=Cliff(), precision=1.0, draws=6, warmup=0, chains=1
         )
     assert found.diverging.any()
-    assert f"{int(found.diverging.sum())} of 30 transitions diverged" in caplog.text
+    assert f"{int(found.diverging.sum())} of 6 transitions diverged" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_divergences_are_those_that_pyro_counts(monkeypatch):
         "run",
         lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0],
     )
-    found = nuts(linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=3, chains=2)
+    found = nuts(linear(), *data(), likelihood=Cliff(), precision=1.0, draws=10, warmup=3, chains=2)
     assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
     assert theirs[0]
 
