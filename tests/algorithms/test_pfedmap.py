@@ -33,7 +33,7 @@ def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
     """
     lam = 2.0
     options: dict[str, Any] = {
-        "head_epochs": 400,
+        "head_epochs": 200,
         "body_epochs": 1,
         "head_optimiser": SGD(0.02, momentum=0.5),
         "body_optimiser": SGD(0.0),

@@ -29,7 +29,7 @@ from tests.contract.made import DECOUPLED
 from tests.federation import made
 from tests.federation.made import same, same_bits, state
 
-ROUNDS = 3
+ROUNDS = 2
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 

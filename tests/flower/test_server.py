@@ -24,7 +24,14 @@ from bayesfl.federation.clients.tuning import Tuning
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, client_app, load, records, serve, server_app
 from bayesfl.optim import SGD
-from tests.cases import CASES, Case, burst_by_fine_tuning, federation, sampled, with_batch_norm
+from tests.cases import (
+    CASES,
+    SAMPLE,
+    Case,
+    burst_by_fine_tuning,
+    federation,
+    with_batch_norm,
+)
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     OPTIONS,
@@ -53,15 +60,22 @@ def parted() -> FederatedData:
     return bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
 
 
-@pytest.mark.parametrize("case", sampled(CASES), ids=str)
-@pytest.mark.parametrize(
-    ("participation", "train"),
-    [
-        (0.5, "all"),
-        pytest.param(1.0, None, marks=pytest.mark.slow),
-        pytest.param(0.5, "cohort", marks=pytest.mark.slow),
-    ],
-)
+WHO = [
+    pytest.param(case, 0.5, "all", marks=() if case.name in SAMPLE else pytest.mark.slow)
+    for case in CASES
+]
+WHO += [
+    pytest.param(case, *who, marks=pytest.mark.slow)
+    for case in CASES
+    if case.name in (*SAMPLE, "fedpac", "clustered")
+    for who in ((1.0, None), (0.5, "cohort"))
+]
+"""Every method where most can go wrong, as who is not in the cohort trains too; one of each kind in
+the other ways of taking part.
+"""
+
+
+@pytest.mark.parametrize(("case", "participation", "train"), WHO, ids=str)
 def test_a_deployment_is_the_simulation(
     case: Case,
     model: nn.Module,
@@ -70,7 +84,7 @@ def test_a_deployment_is_the_simulation(
     participation: float,
     train: Any,
 ):
-    """Server, private states and predictions, for every algorithm and every way of taking part."""
+    """Server, private states and predictions."""
     algorithm = case(model)
     if algorithm.tally and participation < 1:
         train = "cohort"

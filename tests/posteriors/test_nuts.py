@@ -76,7 +76,7 @@ def exact() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def regression() -> Samples:
-    """Two chains of 600 draws for y = w x + b, float32 model, a prior of its own for every
+    """Two chains of 350 draws for y = w x + b, float32 model, a prior of its own for every
     weight.
     """
     return nuts(
@@ -85,7 +85,7 @@ def regression() -> Samples:
         likelihood=Gaussian(SCALE),
         precision=PRECISION,
         centre=CENTRE,
-        draws=600,
+        draws=350,
         warmup=150,
         chains=2,
         full_mass=True,
@@ -98,7 +98,7 @@ def test_draws_are_the_conjugate_posterior(regression):
     mean, covariance = exact()
     found = regression.diagnostics()
     ess = found["ess"]
-    assert regression.draws.shape == (2, 600, D)
+    assert regression.draws.shape == (2, 350, D)
     assert ess.min() > 300
     error = covariance.diagonal().sqrt() / ess.sqrt()
     assert ((regression.moments()[0] - mean).abs() < 4 * error).all()
@@ -122,7 +122,7 @@ def test_predictions_are_the_conjugate_ones(regression):
     design = torch.cat([x, torch.ones(5, 1).double()], -1)
     variance = ((design @ covariance) * design).sum(-1)
     found = regression.predict(x.float())
-    assert regression.outputs(x).shape == (1200, 5, 1)
+    assert regression.outputs(x).shape == (700, 5, 1)
     assert_close(
         found["mean"][:, 0], design @ mean, rtol=0, atol=4 * float((variance / 300).sqrt().max())
     )
@@ -146,9 +146,9 @@ def test_arviz_gets_every_parameter(regression):
     """One variable a parameter, in its shape, and which transitions diverged."""
     groups = regression.to_arviz()
     assert dict(groups["posterior"].sizes)["chain"] == 2
-    assert groups["posterior"]["weight"].shape == (2, 600, 1, 3)
+    assert groups["posterior"]["weight"].shape == (2, 350, 1, 3)
     np.testing.assert_array_equal(groups["posterior"]["bias"][..., 0], regression.draws[..., 3])
-    assert groups["sample_stats"]["diverging"].shape == (2, 600)
+    assert groups["sample_stats"]["diverging"].shape == (2, 350)
 
 
 def test_seeds_decide_and_nothing_else_changes():
@@ -215,10 +215,10 @@ def test_what_diverges_is_said(caplog):
     """A likelihood with a cliff and hardly any adaptation."""
     with caplog.at_level(logging.WARNING, "bayesfl"):
         found = nuts(
-            linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=0, chains=1
+            linear(), *data(), likelihood=Cliff(), precision=1.0, draws=6, warmup=0, chains=1
         )
     assert found.diverging.any()
-    assert f"{int(found.diverging.sum())} of 30 transitions diverged" in caplog.text
+    assert f"{int(found.diverging.sum())} of 6 transitions diverged" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_divergences_are_those_that_pyro_counts(monkeypatch):
         "run",
         lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0],
     )
-    found = nuts(linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=3, chains=2)
+    found = nuts(linear(), *data(), likelihood=Cliff(), precision=1.0, draws=10, warmup=3, chains=2)
     assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
     assert theirs[0]
 

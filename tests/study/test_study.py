@@ -327,7 +327,6 @@ def test_functions_of_a_script_are_known_again(tmp_path: Path):
         return done.stdout
 
     called("--cell", "1")
-    assert [line.split()[1] for line in called("--list").splitlines()] == ["open", "finished"]
     called("--jobs", "2")
     assert [line.split()[1] for line in called("--list").splitlines()] == ["finished"] * 2
     assert len(list((tmp_path / "runs").iterdir())) == 2

@@ -230,7 +230,8 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "failed": failed,
     "surveyed": surveyed,
 }
-EVERY = SPECIAL | {str(case): lambda case=case: told(run(case(model()))) for case in CASES}
+METHODS = {str(case): lambda case=case: told(run(case(model()))) for case in CASES}
+EVERY = SPECIAL | METHODS
 
 
 def found(names: list[str], folder: str) -> dict[str, Any]:
