@@ -883,7 +883,8 @@ class Neighbours:
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
-        features, _ = algorithm.features(algorithm.leaves(algorithm.parts, view), data["x"])
+        leaves = algorithm.leaves(algorithm.parts, view)
+        features: Any = algorithm.features(leaves, data["x"])[0]
         return self.restored(algorithm, view, {"features": features, "labels": data["y"]})
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
