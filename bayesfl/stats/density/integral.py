@@ -204,7 +204,7 @@ class Curved:
 
 def _moduli(block: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh((block + block.mT) / 2)
-    return (vectors * values.abs().clamp_min(1e-10)[..., None, :]) @ vectors.mT
+    return (vectors * values.abs().clamp_min(1e-20)[..., None, :]) @ vectors.mT
 
 
 def _solved(block: Tensor, values: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ class Integral:
             for _ in range(STEPS):
                 slope, curved = self.curvature(phi, z, safe=True)
                 move = curved.solved(slope)
-                live &= (slope * move).sum(-1) > 1e-18
+                live &= (slope * move).sum(-1) > 1e-18 + 1e-16 * best.abs()  # or rounding
                 left = live.clone()
                 for _ in range(HALVINGS):
                     if not left.any():

@@ -175,7 +175,7 @@ class Batch:
             places: The sites' numbers among all sites.
         """
         d, units = self.integral.size, self.integral.units
-        if not d:
+        if not self.own:
             return [{}] * len(places)
         noisy, choosing = (
             [generator(seed, Purpose.POSTERIOR, client=j + 1, stage=stage) for j in places]

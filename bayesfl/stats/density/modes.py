@@ -58,7 +58,7 @@ class Modes:
         pairs = ~self.held[:, :, None] & ~self.held[:, None, :]
         inner = torch.where(pairs, self.precision, torch.eye(self.theta.shape[1]).double())
         free = (~self.held).sum(-1)
-        volume = torch.linalg.eigvalsh(inner).abs().clamp_min(1e-12).log().sum(-1)
+        volume = torch.linalg.eigvalsh(inner).abs().clamp_min(1e-20).log().sum(-1)
         return self.value + free * math.log(2 * math.pi) / 2 - volume / 2
 
     def covariance(self) -> Tensor:
@@ -71,7 +71,7 @@ class Modes:
 def inverted(precision: Tensor) -> Tensor:
     """Return covariances [..., d, d] of precisions, whose eigenvalues are taken by their moduli."""
     values, vectors = torch.linalg.eigh(precision)
-    return (vectors / values.abs().clamp_min(1e-10)[..., None, :]) @ vectors.mT
+    return (vectors / values.abs().clamp_min(1e-20)[..., None, :]) @ vectors.mT
 
 
 def climb(

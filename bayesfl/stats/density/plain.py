@@ -1,6 +1,7 @@
 """The posterior of a plain function, log p(rows, own | shared), over sites."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
@@ -116,7 +117,7 @@ def groups_of(parameters: Sequence[Parameter]) -> Tensor:
     """
     most = max((one.free[0] for one in parameters if one.free), default=0)
     parts = [
-        torch.arange(most).repeat_interleave(one.size // most)
+        torch.arange(most).repeat_interleave(one.size // max(most, 1))
         if one.free[:1] == (most,)
         else torch.full((one.size,), -1)
         for one in parameters
@@ -179,16 +180,22 @@ def densities(
             (values, log_jacobian), (ours, _) = constrained(own, z), constrained(parameters, phi)
             if derivatives == "differences":
                 ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
-            with Unasked():
-                found = log_density(ours, values, of.having(rows))
-            if np.ndim(found):
+            with Unasked() if rows else nullcontext():
+                found: Any = log_density(ours, values, of.having(rows))
+            if np.ndim(found) or not isinstance(found, Tensor | float | np.floating):
                 raise ValueError(
-                    f"log_density must return one number, as a sum over rows, not {found.shape}"
+                    "log_density must return one number, as a sum over rows, not "
+                    f"{getattr(found, 'shape', None) or type(found).__name__}"
                 )
             return found + log_jacobian
 
         q, d = (sum(part.size for part in of) for of in (parameters, own))
         begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+        try:  # once as it stands, so that torch's distributions look at the rows
+            density(*begin)
+        except Exception as error:
+            error.add_note(f"in log_density, of the rows of site {name!r}")
+            raise
         if derivatives == "autograd":
             parts = Parts.of(density, *begin, groups_of(own))
             integral, alike = Integral(density, parts, begin[1][None], width=given.longest), given

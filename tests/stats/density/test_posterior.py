@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import HalfCauchy, HalfNormal, Normal, constraints
+from torch.distributions import Exponential, HalfCauchy, HalfNormal, Normal, constraints
 
 import bayesfl as bf
 from bayesfl.base.protocols import Tensors
@@ -194,6 +194,54 @@ def test_a_scale_without_a_prior_is_refused():
         bf.stats.posterior(
             schools, few, shared=SHARED, local={"theta": constraints.real}, prior=flat
         )
+
+
+def test_a_level_tail_is_refused():
+    """Of two sites and no prior the posterior of a scale never falls, however far one looks."""
+    two = {name: SCHOOLS[name] for name in ("school 0", "school 1")}
+    with pytest.raises(ValueError, match="does not fall along 'tau'"):
+        bf.stats.posterior(schools, two, shared=SHARED, local={"theta": constraints.real})
+
+
+def test_any_unit_gives_the_same():
+    """Rows and prior in a unit a hundred million times smaller."""
+    found = []
+    for unit in (1.0, 1e8):
+        rows = {name: unit * t for name, t in SCHOOLS.items()}
+
+        def scaled(shared: Any, unit: float = unit) -> Tensor:
+            return prior({name: t / unit for name, t in shared.items()})
+
+        local = {"theta": constraints.real}
+        fit = bf.stats.posterior(schools, rows, shared=SHARED, local=local, prior=scaled)
+        found.append(fit.table().to_numpy() / unit)
+    np.testing.assert_allclose(*found, rtol=1e-4)
+
+
+def test_rows_outside_the_support_are_refused():
+    """Torch's own message, and the site."""
+
+    def waits(shared: Any, own: Any, rows: Tensor) -> Tensor:
+        return Exponential(shared["rate"]).log_prob(rows).sum()
+
+    rows = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, -0.5])}
+    with pytest.raises(ValueError, match="within the support") as caught:
+        bf.stats.posterior(waits, rows, shared={"rate": constraints.positive})
+    assert "site 'b'" in caught.value.__notes__[0]
+
+
+def test_a_parameter_without_entries():
+    """As of a site that misses none of its values."""
+
+    def density(shared: Any, own: Any, rows: Tensor) -> Tensor:
+        filled = Normal(shared["mu"], 1.0).log_prob(own["missing"]).sum()
+        return filled + Normal(shared["mu"], 1.0).log_prob(rows[rows.isfinite()]).sum()
+
+    rows = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([2.0, torch.nan])}
+    local = {"missing": (constraints.real, lambda rows: int(rows.isnan().sum()))}
+    fit = bf.stats.posterior(density, rows, shared={"mu": constraints.real}, local=local)
+    assert [len(fit.local(site)["missing"][0]) for site in "ab"] == [0, 1]
+    assert abs(float(fit.draws["mu"].mean()) - 1) < 0.06
 
 
 def test_nothing_is_said_of_a_parameter():
