@@ -265,8 +265,8 @@ def _here(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
-    """Return at most so many of the names that are nearest to the one that was asked for, whatever
-    their case; the first ones where none is near.
+    """Return at most `most` names, those nearest to the one that was asked for whatever their case;
+    the first ones where none is near.
     """
     if here := _here(asked, names):
         return here[:most]

@@ -27,7 +27,7 @@ unit is left or all of them."""
 
 
 def _size(per_item: int) -> int:
-    """Return how many items of so many float64 numbers each fit a block."""
+    """Return how many items of this number of float64 numbers each fit a block."""
     return max(1, BLOCK // (8 * max(1, per_item)))
 
 

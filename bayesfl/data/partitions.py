@@ -200,8 +200,8 @@ def deal_exactly(
     amounts: Sequence[int],
     rng: np.random.Generator,
 ) -> list[list[np.ndarray]]:
-    """Give every client exactly so many rows of each of its classes, for several parts at once; no
-    row is given twice.
+    """Give every client the same number of rows of each of its classes, for several parts at once.
+    No row is given twice.
 
     Args:
         labels: Class of each row [N].
@@ -228,8 +228,8 @@ def deal_exactly(
 def deal_around(
     labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Give every client exactly so many rows of each class, from one shuffled queue per class that
-    starts again at its end.
+    """Give every client the same number of rows of each class. Each class has one shuffled queue,
+    which starts again at its end.
 
     A row is given a second time only after all others of its class were given once.
 

@@ -195,7 +195,7 @@ def _recording(module: nn.Module, x: Inputs) -> Recording | str:
 
 
 def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> _Plan | str:
-    """Return how a module is run for clients of so many rows, or why it is not.
+    """Return how a module is run for clients of this number of rows, or why it is not.
 
     Args:
         module: The module.
@@ -225,7 +225,7 @@ def _wide(module: nn.Module) -> nn.Module:
 
 
 def _examples(x: Inputs, rows: int) -> Inputs:
-    """Return inputs in double precision, repeated to so many rows."""
+    """Return inputs in double precision, repeated to this number of rows."""
     places = torch.arange(rows) % count(x)
     return in_precision(each(lambda t: t[places.to(t.device)].cpu(), x), torch.float64)
 

@@ -50,7 +50,7 @@ class Rows:
 
     def shares(self, x: Tensor, places: int) -> Shares:
         """Return the shares of norms of x [C, B, ...], in which an example has a channel's value in
-        so many places; computed once for all norms.
+        this number of places; computed once for all norms.
         """
         if places not in self._shares:
             real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight

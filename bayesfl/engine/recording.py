@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Stand for a whole number that is so many times the number of a client's rows."""
+    """Stand for a multiple of the number of a client's rows."""
 
     times: int
 

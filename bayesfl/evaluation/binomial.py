@@ -9,8 +9,8 @@ import numpy as np
 from bayesfl.base.options import PROBABILITY, declared
 
 _MANY = 4000
-"""Most distinct shares that are summed exactly; beyond, the result is too large by at most one of
-so many steps.
+"""Maximum number of distinct shares that are summed exactly. Beyond it, the result is too large by
+at most one step in this number.
 """
 
 

@@ -329,5 +329,5 @@ def _refused(module: nn.Module, fault: str) -> ValueError:
 
 
 def _apart(one: Tensor, other: Tensor, times: float) -> bool:
-    """Say whether outputs differ by more than so many times the rounding of the largest."""
+    """Return whether outputs differ by more than this multiple of the largest one's rounding."""
     return apart(one, other, times * torch.finfo(one.dtype).eps)

@@ -41,10 +41,10 @@ from bayesfl.curvature.roots import root
 from bayesfl.posteriors.linearised import nll_of_predictive, predictive
 
 ENOUGH = 1e-10
-"""A head is at its mode where a step promises less than so many nats."""
+"""Gain of a step, in nats, below which a head is at its mode."""
 CLOSE = 1e-2
 """The hierarchy is found where no tau changes by more than this share, and the centre's step
-promises less than so many nats for each client."""
+promises less than this number of nats for each client."""
 SMALL, MOST = 1e-3, 50
 """The least tau, of heads that do not differ, and the largest number of questions for the mode."""
 FREE = 100.0

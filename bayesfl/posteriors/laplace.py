@@ -444,8 +444,8 @@ def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]
 
 @dataclass(frozen=True)
 class _Same:
-    """The batches of `x`, as often as they are read: at the end ValueError if they were not so many
-    examples.
+    """The batches of `x`, as often as they are read: at the end ValueError if they had another
+    number of examples.
     """
 
     x: Data
@@ -478,7 +478,7 @@ def _inverse(
     weight: Tensor | None,
 ) -> Inverse | Kronecker:
     """Return the covariance of the selected weights, of a structure, by a diagonal of the GGN that
-    is known and by `x`, which must be so many examples.
+    is known and by `x`, which must have this number of examples.
 
     Raises:
         TypeError: `x` is None, and the structure needs it.

@@ -24,7 +24,7 @@ from bayesfl.stats.density.plain import groups_of, in_double
 
 _LOCK = threading.RLock()
 MIDDLE = 15
-"""The search begins at the median of so many draws of the prior."""
+"""Number of draws of the prior, at whose median the search begins."""
 
 
 def _doubled(msg: Any) -> None:

@@ -64,13 +64,13 @@ from bayesfl.stats.tables import Site, Tables, offsets
 from bayesfl.stats.terms import column_of
 
 FAR = 1000.0
-"""A draw that is left out is so many nats less likely than all others."""
+"""Number of nats by which a draw that is left out is less likely than all others."""
 NUMBERS = 2**24
 """So many linear predictors are computed at once."""
 MOST_MOVE = 2.0
 """Longest step of logarithms of standard deviations, and the like, towards the mode."""
 SMALL = 1e-6
-"""An estimate below so many standard deviations of a normal outcome, or so large a coefficient of a
+"""An estimate below this number of standard deviations of a normal outcome, or a coefficient of a
 standardised column, is 0."""
 WHOLE = "(site)"
 """The name of a site as a whole among its groups."""
@@ -403,7 +403,7 @@ class Mode(Climb):
     """Find the mode under the prior, with the coefficients integrated over.
 
     Given the others, coefficients have about the covariance W = E + M, where M is that of the mean
-    of so many effects, and E what there is beside; log |W| / 2 is what their integral adds. Without
+    of that number of effects, and E what there is beside; log |W| / 2 is what their integral adds. Without
     it, standard deviations at the mode are too small where sites are few.
 
     Args:

@@ -6,10 +6,10 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 
 ENOUGH = 1e-10
-"""A minimum is found where a step promises less than so many nats; it is taken, and one question
+"""A minimum is found where a step promises less than this, in nats; it is taken, and one question
 more is asked, for the Hessian there."""
 SURE = 1e-5
-"""A step that promises less than so many nats is within the range where Newton's steps converge; a
+"""A step that promises less than this, in nats, is within the range where Newton's steps converge; a
 rise after it is rounding, as of secure sums, and is no reason to halve it.
 """
 ROUNDING = 1e-11

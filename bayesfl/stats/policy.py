@@ -66,8 +66,8 @@ class Policy:
     Args:
         min_rows: No row holds more than 1 / min_rows of an answer's weight, where a row's weight is
             its own times what the question's parameters give it, as mu (1 - mu) or exp(eta); so a
-            site has so many rows at least. Also, two analyses, and two columns with two values,
-            that differ, do so in so many rows at least.
+            site has at least `min_rows` rows. Also, two analyses, and two columns with two values,
+            that differ, do so in at least `min_rows` rows.
         min_level: Fewest people of what is counted or is a column of its own, unless there are
             none: of a level, of a column with two values as the outcome or weights, of products of
             these, of a group, of a bin of times, and of the rows that hold nine tenths of a

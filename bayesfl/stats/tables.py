@@ -98,7 +98,7 @@ class Site:
         return torch.cat([self.x, *given], 1)
 
     def held(self, rows: int) -> Tensor:
-        """Return the largest share of a column's squares about its median that so many rows hold,
+        """Return the largest share of a column's squares about its median that this number of rows holds,
         of `columns`, [q]; NaN of constant ones.
         """
         if rows not in self.known:

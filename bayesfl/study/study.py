@@ -219,7 +219,7 @@ class Study:
             help="run this cell alone",
         )
         what.add_argument("--list", action="store_true", help="list all cells")
-        what.add_argument("--jobs", type=int, metavar="N", help="run so many cells at a time")
+        what.add_argument("--jobs", type=int, metavar="N", help="number of cells to run at a time")
         given = parser.parse_args()
         inside, kept = files.folder("folder", folder), keep == "result"
         if given.cell is not None:

@@ -115,8 +115,8 @@ def dirichlet(
     rows is its share of that class's training rows, rounded; a client that would get none receives
     one that another client has too.
 
-    With `label_clusters`, classes are first put into so many groups at random, of equal size to
-    within one, and a group's rows are divided as those of one class: FedEM's CIFAR-10 is 80
+    With `label_clusters`, classes are first put into this number of groups at random, of equal
+    size to within one, and a group's rows are divided as those of one class: FedEM's CIFAR-10 is 80
     clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and divides
     pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is
     kept. `recipe["label_clusters"]` has the groups.
@@ -128,7 +128,7 @@ def dirichlet(
             class by itself.
 
     Raises:
-        ValueError: There are too few rows for so many clients.
+        ValueError: There are fewer rows than clients need.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
@@ -198,7 +198,7 @@ def pachinko(
         beta: Concentration over the classes of one superclass, > 0.
 
     Raises:
-        ValueError: There are too few rows for so many clients, or the superclasses are not groups
+        ValueError: There are fewer rows than clients need, or the superclasses are not groups
             of one size of different classes.
 
     References:

@@ -105,7 +105,7 @@ def shakespeare(
         root: Folder that holds `shakespeare/moby_plays.txt`.
 
     Raises:
-        ValueError: No role has so many examples.
+        ValueError: No role has that number of examples.
         FileNotFoundError: The file is absent.
 
     References:

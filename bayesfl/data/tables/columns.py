@@ -21,8 +21,9 @@ from bayesfl.data.tables.texts import check_levels, check_text, in_order
 STRANGE = 0.2
 """Share of rows with unknown levels from which on a warning names them."""
 SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
-"""Standard deviations from the training rows' mean at which a warning names a row, or the median of
-so many rows or more; of so many that all lack a value, it says so.
+"""Standard deviations from the training rows' mean at which a warning names a row, and at which it
+names the median of several rows; the least number of several rows, of which a warning also says
+that all lack a value.
 """
 
 

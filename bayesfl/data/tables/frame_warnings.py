@@ -12,12 +12,12 @@ from bayesfl.data.names import places_of
 from bayesfl.data.tables.table import Table, Values
 
 SLIP = 1000.0
-"""A number so many times further from the median than the middle half of the rows is taken for a
-slip.
+"""A number is taken for a slip if it is this many times further from the median than the middle
+half of the rows.
 """
 UNITS, KNOWN_ROWS = 5.0, 20
-"""Standard deviations of the other clients' rows, of so many or more, from which on a client's mean
-is as in another unit.
+"""Number of standard deviations of the other clients' rows from which on a client's mean is as in
+another unit, and the least number of these rows.
 """
 FIRST = 1000
 """Rows on which a column is compared with the target first."""

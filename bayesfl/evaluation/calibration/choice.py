@@ -21,8 +21,8 @@ class Choice:
 
     Rows count on which exactly one of the two is right; of numbers, on which one is nearer. If
     neither is better, each wins such a row with probability 1/2, so a client takes the server's
-    model if so many wins of it have a probability of at most `delta` (McNemar, Psychometrika 12,
-    1947, in its exact form). Otherwise, and without rows, it keeps its own. Nothing is sent.
+    model if this number of its wins has a probability of at most `delta` (McNemar, Psychometrika
+    12, 1947, in its exact form). Otherwise, and without rows, it keeps its own. Nothing is sent.
 
     It comes before other steps, which are then fitted to the predictions chosen. The method needs a
     server's model beside clients' own, as fine-tuning or a personal block gives it.

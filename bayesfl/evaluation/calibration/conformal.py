@@ -35,7 +35,7 @@ HISTOGRAM_BINS = 1024
 end is at most a bin too large.
 """
 OCTAVES = 64
-"""Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives
+"""Scores of numbers are first counted up to each of these powers of 2, from 2^-32, which gives
 the histogram its range.
 """
 _POWERS_OF_2 = 2.0 ** (torch.arange(OCTAVES, dtype=torch.float64) - OCTAVES // 2)

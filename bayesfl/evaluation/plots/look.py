@@ -151,7 +151,7 @@ def whole(ax: "Axes") -> None:
 
 
 def some(count: int) -> list[int]:
-    """Return the places that are named on an axis of so many: all, or of many every few, 20 at
+    """Return the places to name on an axis with this many: all of them, or every few of many, 20 at
     most.
     """
     return list(range(0, count, max(1, -(-count // 20))))

@@ -33,8 +33,8 @@ Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 GATHER = 2**21
 
 FEW = 2**12
-"""Clients of a chunk are predicted together, whatever their numbers of rows, if they have at most
-so many rows when padded to the longest.
+"""Maximum number of rows of a chunk, padded to its longest client, for which all its clients are
+predicted together.
 """
 
 TUNING = "tuning"

@@ -365,7 +365,7 @@ class _PrivateRun(AggregationRun):
         return _PrivateRound(self, server, round)
 
     def spent(self, releases: int) -> dict[str, float]:
-        """Return the columns that say what so many releases have spent; they are remembered."""
+        """Return the columns with what a number of releases has spent; they are remembered."""
         noise, delta = self.rule.noise_multiplier, self.rule.delta
         about: Any = {"noise_multiplier": noise, "releases": releases, "delta": delta}
         return {

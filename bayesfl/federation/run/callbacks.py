@@ -170,8 +170,8 @@ class EarlyStopping:
         return self.best or result
 
     def _is_of(self, result: Any, round: int) -> bool:
-        """Say whether the state that is kept is that of this run after so many rounds: its history,
-        with its seconds, is, but for what was measured since.
+        """Return whether the kept state is that of this run after this number of rounds: its
+        history, seconds included, is the same but for what was measured since.
         """
         if self.best is None or self.best.round != round:
             return False

@@ -21,11 +21,11 @@ from bayesfl.stats.density.integral import Integral
 from bayesfl.stats.density.parameters import Parameter, constrained
 
 CANDIDATES = 16
-"""A draw is chosen among so many of the normal approximation, by their weights."""
+"""Number of draws of the normal approximation among which one is chosen by weight."""
 LOOKED_AT = 1000
 """So many draws of the normal approximation say how far it can be relied on."""
 AT_ONCE, LENGTH = 64, 2**14
-"""So many sites are computed at once at most, and so many numbers of the longest tensor of each."""
+"""Maximum number of sites that are computed at once, and of numbers of their longest tensors."""
 
 
 @dataclass(frozen=True)

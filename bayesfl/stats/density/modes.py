@@ -18,11 +18,11 @@ MOST_MOVE = 2.0
 STEPS = 60
 """Newton's steps at most."""
 LOW = 7.0
-"""What is so many nats below the mode does not count."""
+"""Number of nats below the mode at which a density no longer counts."""
 STARTS = 4
 """So many starts, of which the first is the prior's middle."""
 APART = 3.0
-"""Maxima are two if they are so many standard deviations apart, and less than `LOW` nats."""
+"""Number of standard deviations between two maxima, which differ by less than `LOW` nats."""
 Target: TypeAlias = Callable[[Tensor, int], list[Tensor]]
 """The log posterior [N], its slopes [N, q] and its Hessians [N, q, q] at phi [N, q] by an order."""
 
@@ -84,7 +84,7 @@ def climb(
         begin: The starts, [N, q].
         held: What stays where it is, [N, q].
         scales: Whether a parameter is a scale's logarithm, [q].
-        enough: A maximum is found where a step promises less than so many nats.
+        enough: Gain of a step, in nats, below which a maximum is found.
     """
     states = [newton.begin(one) for one in begin]
     full = torch.zeros(len(begin), begin.shape[1], begin.shape[1], dtype=torch.float64)

@@ -32,7 +32,7 @@ OFFSETS = (-3.5, -2.0, -1.0, 1.0, 2.0, 3.5)
 WIDENED = 4
 """How often the ends of a scale's nodes are moved out, where the posterior there is not low."""
 ROUGH = 1e-4
-"""A node is found where a step promises less than so many nats."""
+"""Gain of a step, in nats, below which a node is found."""
 
 
 def nodes_along(

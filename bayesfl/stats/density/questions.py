@@ -22,7 +22,7 @@ from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Site, Tables
 
 FAR = 1000.0
-"""A draw where a site's integral is not a number is so many nats less likely than all others."""
+"""Number of nats by which a draw is less likely than all others where a site's integral is NaN."""
 
 
 class BatchSurvey(SiteSurvey):

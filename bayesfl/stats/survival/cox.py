@@ -31,7 +31,7 @@ from bayesfl.stats.tables import offsets
 from bayesfl.stats.terms import Levels
 
 TENTH = 0.1
-"""Bins of times that move an estimate by more than so many standard errors give a warning."""
+"""Number of standard errors by which bins of times may move an estimate without a warning."""
 
 
 @declared(

@@ -22,7 +22,7 @@ from bayesfl.stats.terms import Levels
 BINS = 100
 """Largest number of bins where no grid is given."""
 FEWEST = 10
-"""Below so many bins a policy leaves too little of times."""
+"""Number of bins below which a policy leaves too little of times."""
 EACH = 10
 """So many events or more share a bin where a site has a policy, or a twentieth of few."""
 SHARES = 100
@@ -433,7 +433,7 @@ def cheapest(cost: Tensor) -> list[int]:
 
 
 def coarse(time: float, digits: int) -> float:
-    """Return the least number of so many digits that is not below a time."""
+    """Return the least number of this many digits that is not below a time."""
     return lattice.at(lattice.above(time, digits), digits)
 
 
