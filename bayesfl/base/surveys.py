@@ -24,7 +24,7 @@ from bayesfl.base.numerics import own_modes
 from bayesfl.base.protocols import Tensors
 
 QUESTIONS = 1000
-"""So many questions of one survey, and it is taken for one that does not end."""
+"""Number of questions after which a survey is taken for one that does not end."""
 
 Ask: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
 """Ask a question: the survey's state and the shapes of the answer, to the sum of the

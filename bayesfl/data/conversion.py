@@ -16,8 +16,8 @@ from bayesfl.data.mapped import mapped, mark_mapped
 from bayesfl.data.tables.frames import columns_of, numbers_of
 
 ROUNDED_ROWS, COARSE = 1000, 1e-2
-"""So many rows are looked at for what float32 loses, and the share of a column's standard deviation
-from which on that is told.
+"""Number of rows that are checked for what float32 loses, and the share of a column's standard
+deviation from which on a warning names it.
 """
 
 

@@ -44,7 +44,7 @@ from bayesfl.stats.terms import Interaction, Levels, Number
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]
 FILES, NUMBERS = 1000, 10**7
-"""So many files of own models, and numbers in each, a node keeps at most."""
+"""Maximum number of files of own models on a node, and of numbers in each."""
 
 
 def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:

@@ -21,8 +21,8 @@ from bayesfl.stats.terms import Levels
 
 SHARES = (0.25, 0.5, 0.75)
 HALVINGS = 12
-"""So many questions halve the ranges in which quantiles lie, at first two standard deviations wide,
-for quartiles 2.3."""
+"""Number of questions that halve the ranges in which quantiles lie, which are two standard
+deviations wide at first, for quartiles 2.3."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def _on_lattice(threshold: Tensor, sd: Tensor, digits: int) -> Tensor:
 
 
 def _in_steps(below: Tensor, x: Tensor, step: int) -> Tensor:
-    """Return which rows are counted as below thresholds, [n, p, q], where only groups of `step` rows
-    may be counted: the lowest ones, of values x [n, p], in steps, and all if fewer are above.
+    """Return which rows are counted as below thresholds, [n, p, q], where only groups of `step`
+    rows may be counted: the lowest ones, of values x [n, p], in steps, and all if fewer are above.
     """
     count, n = below.sum(0), len(x)
     told = torch.where((count > n - step) & (count > 0), n, count - count % max(step, 1))

@@ -223,8 +223,8 @@ def diagnose(
 def _said(
     family: str, looks: Tensors, rows: dict[str, float], parameters: int | None
 ) -> tuple[str, ...]:
-    """Return in words what is doubtful in a fit with this number of parameters. Without their number
-    the variation of counts is not tested.
+    """Return in words what is doubtful in a fit with this number of parameters. Without their
+    number the variation of counts is not tested.
     """
     found = []
     if family in BINARY:

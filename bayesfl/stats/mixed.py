@@ -66,7 +66,7 @@ from bayesfl.stats.terms import column_of
 FAR = 1000.0
 """Number of nats by which a draw that is left out is less likely than all others."""
 NUMBERS = 2**24
-"""So many linear predictors are computed at once."""
+"""Maximum number of linear predictors in one computation."""
 MOST_MOVE = 2.0
 """Longest step of logarithms of standard deviations, and the like, towards the mode."""
 SMALL = 1e-6
@@ -403,8 +403,8 @@ class Mode(Climb):
     """Find the mode under the prior, with the coefficients integrated over.
 
     Given the others, coefficients have about the covariance W = E + M, where M is that of the mean
-    of that number of effects, and E what there is beside; log |W| / 2 is what their integral adds. Without
-    it, standard deviations at the mode are too small where sites are few.
+    of all effects, and E the rest; log |W| / 2 is what their integral adds. Without it,
+    standard deviations at the mode are too small where sites are few.
 
     Args:
         prior: Standard deviation of the half-normal prior of the effects' standard deviations.

@@ -9,8 +9,8 @@ ENOUGH = 1e-10
 """A minimum is found where a step promises less than this, in nats; it is taken, and one question
 more is asked, for the Hessian there."""
 SURE = 1e-5
-"""A step that promises less than this, in nats, is within the range where Newton's steps converge; a
-rise after it is rounding, as of secure sums, and is no reason to halve it.
+"""A step that promises less than this, in nats, is within the range where Newton's steps converge;
+a rise after it is rounding, as of secure sums, and is no reason to halve it.
 """
 ROUNDING = 1e-11
 """A rise of this share of the sum is rounding."""

@@ -98,8 +98,8 @@ class Site:
         return torch.cat([self.x, *given], 1)
 
     def held(self, rows: int) -> Tensor:
-        """Return the largest share of a column's squares about its median that this number of rows holds,
-        of `columns`, [q]; NaN of constant ones.
+        """Return the largest share of a column's squares about its median that this number of rows
+        holds, of `columns`, [q]; NaN of constant ones.
         """
         if rows not in self.known:
             squares = (self.columns - self.columns.median(0).values).square()

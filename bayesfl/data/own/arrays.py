@@ -21,7 +21,7 @@ from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.frames import check_columns, check_rows, names_of
 
 FEW_VALUES = 20
-"""So many different whole numbers as floats, or fewer, may be classes as well as targets."""
+"""Maximum number of different whole numbers, given as floats, that may be classes or targets."""
 
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""

@@ -17,7 +17,7 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 THRESHOLDS = 200
-"""So many thresholds are tested, from `risk` to 1 in equal steps."""
+"""Number of thresholds that are tested, from `risk` to 1 in equal steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

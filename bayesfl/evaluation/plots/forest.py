@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REACH = 5.0
-"""So many times the median of how far intervals reach from the joint estimate is drawn to either
-side; what lies beyond is an arrow."""
+"""The range of the axis on either side, as a multiple of the median distance from the joint
+estimate to the ends of intervals; what lies beyond is an arrow."""
 
 
 @literal

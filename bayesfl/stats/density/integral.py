@@ -51,7 +51,7 @@ DRAWS = 256
 Rule: TypeAlias = tuple[Tensor, Tensor]
 """Nodes [K, r], in standard deviations, and the logarithms of their weights [K]."""
 NUMBERS = 2**22
-"""So many numbers are looked at at once, of rows or of own parameters."""
+"""Maximum number of numbers, of rows or of own parameters, in one computation."""
 STEPS, HALVINGS = 100, 30
 """Newton's steps towards a mode at most, and how often each is halved."""
 

@@ -23,7 +23,7 @@ from bayesfl.stats.density.parameters import Parameter, constrained
 CANDIDATES = 16
 """Number of draws of the normal approximation among which one is chosen by weight."""
 LOOKED_AT = 1000
-"""So many draws of the normal approximation say how far it can be relied on."""
+"""Number of draws of the normal approximation for its k-hat."""
 AT_ONCE, LENGTH = 64, 2**14
 """Maximum number of sites that are computed at once, and of numbers of their longest tensors."""
 

@@ -20,7 +20,7 @@ STEPS = 60
 LOW = 7.0
 """Number of nats below the mode at which a density no longer counts."""
 STARTS = 4
-"""So many starts, of which the first is the prior's middle."""
+"""Number of starts, of which the first is the prior's middle."""
 APART = 3.0
 """Number of standard deviations between two maxima, which differ by less than `LOW` nats."""
 Target: TypeAlias = Callable[[Tensor, int], list[Tensor]]

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 FILE = "ledger.json"
 LINES = 10_000
-"""So many lines of questions are kept; what later analyses are compared with is kept for good."""
+"""Number of lines of questions that are kept. What later analyses are compared with is kept for
+good.
+"""
 
 
 @dataclass

@@ -24,9 +24,9 @@ BINS = 100
 FEWEST = 10
 """Number of bins below which a policy leaves too little of times."""
 EACH = 10
-"""So many events or more share a bin where a site has a policy, or a twentieth of few."""
+"""Least number of events in a bin of a site with a policy; a twentieth of all if these are few."""
 SHARES = 100
-"""So many times each site tells of, between which it has equal numbers of events."""
+"""Number of times that each site reports, between which it has equal numbers of events."""
 
 
 @dataclass(frozen=True)
