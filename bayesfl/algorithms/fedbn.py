@@ -3,8 +3,8 @@ all else, each client weighing the same.
 
 Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch
 normalization", ICLR 2021, algorithm 1. The paper has batch norms; here the weights and biases of
-layer, group and instance norms stay, too. The authors' code knows a norm by `bn` in its name, here
-its class tells.
+layer, group and instance norms stay, too. The authors' code recognises a norm by `bn` in its name,
+this one by its class.
 """
 
 from glob import escape

@@ -68,7 +68,7 @@ def fedpac(
     from the heads that help it.
 
     Besides its models a client sends, for every class, counts, mean features, and mean features
-    weighted by the class's frequency, and one variance; so the server knows the frequencies of its
+    weighted by the class's frequency, and one variance; so the server sees the frequencies of its
     labels. `result.server["head"]["weights"]` [C, C] has the last round's weights a_ij: row i is
     the client that receives a head, column j one whose head is mixed into it, and
     `result.server["head"]["cohort"]` [C] says which clients these are. Only heads of a round's

@@ -1,5 +1,5 @@
 """Descriptions of any values as JSON, the same in every process: by these a saved run, or another
-machine, knows them again.
+machine, recognises them.
 """
 
 import ast

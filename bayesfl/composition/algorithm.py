@@ -691,7 +691,7 @@ class Algorithm:
 
     def uplink(self, server: Server) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which
-        the server knows from the start.
+        the server has from the start.
 
         Args:
             server: The server's state, as `init` starts it.

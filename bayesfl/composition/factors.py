@@ -106,7 +106,7 @@ class Factors:
         return view | {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
-        """Return q without a client's factor: what the federation knows without that client, up to
+        """Return q without a client's factor: the federation's posterior without that client, up to
         what others' factors have learnt beside it.
 
         Args:

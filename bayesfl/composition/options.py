@@ -222,7 +222,7 @@ def method(
     """Declare a function that makes a method: check its options, complete its docstring, and record
     name and options on what it makes.
 
-    By these a saved run knows its method again, so that the code may be refactored.
+    By these a saved run recognises its method, so that the code may be refactored.
 
     Args:
         revision: Number that is raised whenever the method's numbers change under the same options.

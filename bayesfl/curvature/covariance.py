@@ -114,7 +114,7 @@ class Covariance:
 
 
 def _of_covariance(root: Tensor) -> Tensor:
-    """Return the root of R R' along its eigenvectors, which tells no more than R R' itself; the
+    """Return the root of R R' along its eigenvectors, which reveals no more than R R' itself; the
     columns of R [P, K] stand for examples.
     """
     values, vectors = torch.linalg.eigh(root.T @ root)

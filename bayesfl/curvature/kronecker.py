@@ -396,7 +396,7 @@ def _layers(curvature: Curvature) -> tuple[dict[str, Tensor], list[Tensor]]:
             found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
     if unknown:
         raise ValueError(
-            "structure 'kfac' knows whole linear layers, convolutions padded with zeros, and "
+            "structure 'kfac' takes whole linear layers, convolutions padded with zeros, and "
             f"norms, not {', '.join(unknown)}: cover others by pattern=, such as 'head.*', or "
             f"{_OTHERS}"
         )
@@ -442,7 +442,7 @@ def _by_curvlinops(
 
     if isinstance(likelihood, Poisson):
         raise ValueError(
-            "structure 'kfac' knows no factors of Poisson's for layers below the last; "
+            "structure 'kfac' has no factors of Poisson's for layers below the last; "
             f"pattern='head.*' takes the last layer, {_OTHERS}"
         )
     step, outputs = _pieces(module, names, x[:1])

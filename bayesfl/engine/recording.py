@@ -3,7 +3,7 @@ tensors and options that they are given, so that they can be run for many client
 
 The forward is run on a few rows and watched by a `TorchFunctionMode`, which holds in its own thread
 alone. It is run for one row and two in float64, and for three in float32: what grows with the rows
-or follows the precision is told from what stays by comparing the recordings.
+or follows the precision is found by comparing the recordings.
 """
 
 import inspect

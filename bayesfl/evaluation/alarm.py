@@ -243,7 +243,7 @@ class Alarm:
 
 
 class Merged:
-    """One alarm of several clients, of whose alarms it knows one number each: the mean of their
+    """One alarm of several clients, each of which sends it one number: the mean of their
     evidence.
 
     If no client's rows tell another's, the mean is a martingale as each of them is, so the

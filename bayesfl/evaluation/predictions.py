@@ -50,7 +50,7 @@ class Predictions:
         risk: The share of wrong answers that `answered` promises at most, of all clients' rows
             together; None where all are answered.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which
-            `summary` knows it; None where they are not known. Rows that pad are 0.
+            `summary` recognises it; None where there are none. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
         class_names: One name for each class, see `named_sets`; None for classes without names.
         likelihood: The likelihood, by whose distribution numbers are measured; None for normal

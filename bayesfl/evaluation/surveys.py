@@ -23,7 +23,7 @@ from bayesfl.evaluation.predictions import Predictions, broken, by_place, measur
 
 @dataclass(frozen=True)
 class Outputs:
-    """Describe what is predicted, as a survey knows it before it asks.
+    """Describe what is predicted, as a survey receives it before it asks.
 
     Args:
         task: `classification` or `regression`.
@@ -69,7 +69,7 @@ class LocalPredictions:
         about: Mapping[str, Any],
         **known: Any,
     ) -> "LocalPredictions":
-        """Return what one client knows of itself.
+        """Return the part of one client.
 
         Args:
             client: Its number.

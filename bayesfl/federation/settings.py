@@ -115,7 +115,7 @@ class Settings:
         """Draw the ids of one round's cohort, ascending.
 
         Raises:
-            ValueError: `sampling` is `poisson`: only `ClientPrivacy` knows the secret from which
+            ValueError: `sampling` is `poisson`: only `ClientPrivacy` has the secret from which
                 such cohorts are drawn.
         """
         if self.sampling == "poisson":

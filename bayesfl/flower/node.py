@@ -185,7 +185,7 @@ class Node:
         return records.of_answer(found)
 
     def _known(self, order: Order, split: str, reads: str) -> Any:
-        """Return what this client knows of itself for the survey that asks: rows, how candidates
+        """Return this client's part for the survey that asks: rows, how candidates
         fit, its last layer, or predictions.
         """
         if order.survey.isdecimal():
@@ -252,7 +252,7 @@ class Node:
         return found
 
     def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
-        """Return by what a client knows what it has kept: digests of these parts of what was sent,
+        """Return what identifies what a client has kept: digests of these parts of what was sent,
         the state from which it starts, and the run.
         """
         return {
@@ -284,7 +284,7 @@ class Node:
         )
 
     def _predicted(self, order: Order, split: str) -> LocalPredictions:
-        """Return what this client knows of itself on a split, see `_kept`."""
+        """Return this client's part on a split, see `_kept`."""
         if not self.examples(split):
             smallest = min(
                 (name for name in self.data.splits if self.examples(name)), key=self.examples

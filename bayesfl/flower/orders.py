@@ -47,7 +47,7 @@ class Order:
             False for training.
         survey: The survey that asks: one of the method's predictor, or a step's place, `0` the
             first; empty for another request.
-        model: Digests of the tensors that were sent, by the field, by which a client knows what it
+        model: Digests of the tensors that were sent, by the field, by which a client finds what it
             has kept.
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].

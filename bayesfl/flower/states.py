@@ -25,7 +25,7 @@ EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE_NAME = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
 """What a node says of a state that it has not kept until another run began from it; the server
-knows the case by these words.
+recognises the case by these words.
 """
 ANEW = (
     "let the client begin anew: on the server, pass "

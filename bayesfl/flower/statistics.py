@@ -5,7 +5,7 @@ An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simu
 client that answers and does not train: hello, questions and refusals are those of clients. A node
 finds a question by its name in its own app: a client one of its method, a site one of the library's
 own (`bayesfl.stats.wire`), which its policy sees first, as its options come with the message. A
-ledger keeps what was asked in all runs. What fails on a site is told by its kind alone, as the text
+ledger keeps what was asked in all runs. Of a failure on a site its kind alone is sent, as the text
 of an error can quote the data.
 """
 
@@ -138,7 +138,7 @@ class _AtSite:
         """Answer a question, or tell the rule of the policy that refuses it.
 
         Raises:
-            RecordError: It is none that this version knows, or it would keep too much here.
+            RecordError: This version has no such question, or it would keep too much here.
         """
         content = message.content
         try:

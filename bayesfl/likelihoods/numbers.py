@@ -40,7 +40,7 @@ def _deviation(name: str, value: Any) -> float:
 @dataclass(frozen=True)
 class Gaussian:
     """The likelihood of targets [..., O] with a normal distribution: of one known standard
-    deviation, or of one that the network tells.
+    deviation, or of one that the network gives.
 
     With a learned scale the network has 2 O outputs, first the O means m, then the O numbers r of
     which the standard deviations are floor + softplus(r). Without a floor the density of examples

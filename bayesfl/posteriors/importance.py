@@ -4,7 +4,7 @@ weights of draws can be relied on.
 Parameters are (beta, psi): coefficients, and what gives the standard deviations tau of the effects
 of n groups, and others. The larger tau, the less is known of the coefficients whose effects have
 it, as these are known from n groups: their variance given psi grows as tau^2 / n. A Gaussian around
-the mode knows nothing of that, and proposes no draws where tau and beta are both far out; the
+the mode ignores that, and proposes no draws where tau and beta are both far out; the
 weights of those that it proposes look well all the same. So psi is drawn from a Student t, and beta
 given psi from another one, whose covariance depends on psi.
 

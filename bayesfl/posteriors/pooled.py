@@ -1,4 +1,4 @@
-"""Laplace's approximation of the rows of all clients, by sums: each client tells the generalised
+"""Laplace's approximation of the rows of all clients, by sums: each client sends the generalised
 Gauss-Newton matrix of its own rows at one network, or its factors, and nothing else.
 
     H = sum_j GGN(rows of client j) + precision I,

@@ -233,7 +233,7 @@ class Program:
         return ours, own, middle[0], middle[1]
 
     def local(self, shared: Sequence[str]) -> tuple[tuple[Parameter, ...], Local]:
-        """Return the shared parameters, and what the site knows of its density.
+        """Return the shared parameters, and the site's model of its density.
 
         Raises:
             ValueError: As by `parameters`; or the model cannot be computed for many draws at once,

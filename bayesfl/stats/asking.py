@@ -49,7 +49,7 @@ class SiteSurvey(ABC):
 
     split = "train"
     exact_times = False
-    """Whether an answer tells the exact times of single events, which a `Policy` may refuse."""
+    """Whether an answer reveals the exact times of single events, which a `Policy` may refuse."""
 
     def start(self, about: Any, /) -> Tensors:
         """Return the state at first: nothing."""
@@ -87,7 +87,7 @@ class SiteSurvey(ABC):
         return site.weights
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return the cells of which an answer tells sums or numbers: for each way to divide rows
+        """Return the cells of which an answer has sums or numbers: for each way to divide rows
         the place of each row, [n].
         """
         return ()

@@ -28,7 +28,7 @@ DOUBT = 0.01
 @dataclass(frozen=True)
 class Looks(AfterFit):
     """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
-    of which a site with a policy tells nothing, and each site's concordance with its variance.
+    which a site with a policy does not send, and each site's concordance with its variance.
 
     Args:
         sites: Number of sites J.

@@ -456,8 +456,8 @@ class Mode(Climb):
 class Draws(Hierarchy):
     """Ask for the log marginal likelihood at K draws of phi.
 
-    A site with a policy tells at draws where a row weighs more than that allows, which are those
-    far from the others, that they are very unlikely.
+    At draws where a row weighs more than a site's policy allows, which are those far from the
+    others, the site answers that they are very unlikely.
 
     Args:
         at: The draws, [K, q].

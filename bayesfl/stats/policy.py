@@ -2,11 +2,11 @@
 
 The rules are those of DataSHIELD's disclosure filters (`nfilter.subset`, `nfilter.tab`,
 `nfilter.glm`) and of vantage6's limits on columns and on the number of organisations. They look at
-each question before it is answered, and a refusal tells the rule's name alone.
+each question before it is answered, and a refusal has the rule's name alone.
 
-They bound what an answer says of one person. They are no proof against who knows all other rows, or
-asks as many questions made for it as there are rows, or whose code runs on the site's machine; see
-the guide to privacy for who is meant to be stopped.
+They bound what an answer reveals of one person. They are no proof against somebody who has all
+other rows, or asks as many questions made for it as there are rows, or whose code runs on the
+site's machine; see the guide to privacy for who is meant to be stopped.
 """
 
 import math

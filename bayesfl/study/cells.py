@@ -301,7 +301,7 @@ def failed(error: Exception) -> Record:
 
 
 def recorded(result: Result) -> Record:
-    """Return what a finished run itself tells."""
+    """Return the record of a finished run."""
     outline, history, seed = result.known.outline, result.history, result.settings.seed
     gathered = sum(row["cohort"] for row in history)
     trained = len(history) * outline.clients if result.settings.train == "all" else gathered

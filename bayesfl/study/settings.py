@@ -99,7 +99,7 @@ class Labelled(NamedTuple):
         choice: The options that were chosen for it.
         asked: Digest of what was asked, whatever the seed.
         seed: Its seed, of which there should be one run.
-        alone: Text by which it is told from others of its seed, if there are more.
+        alone: Text that distinguishes it from others of its seed, if there are more.
     """
 
     name: str

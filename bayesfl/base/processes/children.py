@@ -75,5 +75,5 @@ def take_part(file: str) -> None:
     """Make the call of rank 0, in a process that it has started."""
     # Written by the process that began this one.
     call, given = pickle.loads(Path(file).read_bytes())
-    with suppress(Exception):  # all ranks raise it, and rank 0 tells it
+    with suppress(Exception):  # all ranks raise it, and rank 0 prints it
         call(**given)

@@ -195,7 +195,7 @@ def _parts(
 
 
 def _task_of(targets: Sequence[Tensor]) -> Task:
-    """Return the task that the type of the clients' targets tells.
+    """Return the task by the type of the clients' targets.
 
     Raises:
         ValueError: It may be either.

@@ -168,7 +168,7 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
 
 
 def _digest(dataset: Any, name: str, columns: Sequence[str] | None) -> str:
-    """Return a digest of three items of a data set, by which a folder knows it."""
+    """Return a digest of three items of a data set, by which a folder recognises it."""
     digest = hashlib.sha256()
     for row in items(
         dataset,

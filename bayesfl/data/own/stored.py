@@ -45,7 +45,7 @@ def stored(
     Args:
         folder: Where the files are; they are written if there is no such folder, or an empty one.
             None for memory.
-        signature: Makes what a folder knows the data sets by, JSON-able.
+        signature: Makes what identifies the data sets in a folder, JSON-able.
         sets: The rows of each, read only if they are to be written.
         rows: Number of rows of all.
         target: Name of the column to predict.

@@ -256,7 +256,7 @@ class Columns:
 
 
 def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) -> Columns:
-    """Return the columns that `Columns.of` learns, with a warning that tells more beside.
+    """Return the columns that `Columns.of` learns, with a warning that says more.
 
     Args:
         statistics: Those of one client or of several each.

@@ -31,7 +31,7 @@ def few(names: Sequence[str]) -> str:
 
 
 def warn_of_columns(told: Sequence[str]) -> None:
-    """Warn of all that is told of a frame's columns."""
+    """Warn of what is doubtful in a frame's columns."""
     if told:
         warn(
             f"look at these columns: {'; '.join(told)}. Drop or correct them unless this is "

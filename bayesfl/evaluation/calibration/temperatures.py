@@ -120,7 +120,7 @@ class Temperature:
         g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
         refuse_empty(self.split, total["n_examples"])
         now = state | {"information": state["beta"].square() * total["h"] / n}
-        if g == h == 0:  # no prediction tells the classes apart, and no temperature changes one
+        if g == h == 0:  # no prediction separates the classes, and no temperature changes one
             return now, True
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True

@@ -40,7 +40,7 @@ class LocalRows:
         return map(self.split.client, range(self.split.clients))
 
     def only(self, place: int) -> "LocalRows":
-        """Return what one client knows of itself, by its place in `ids`."""
+        """Return the part of one client, by its place in `ids`."""
         return LocalRows(self.split.select([place]), self.ids[place : place + 1])
 
 

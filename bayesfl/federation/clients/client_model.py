@@ -186,7 +186,7 @@ class ClientModel:
         return calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
 
     def local_predictions(self, x: Any, *, draws: int | None = None) -> LocalPredictions:
-        """Return what the client knows of itself on new rows, before any step of calibration; as
+        """Return the client's part in a survey on new rows, before any step of calibration; as
         `predict` reads them.
         """
         surveying.check_reading(self)
@@ -300,7 +300,7 @@ class ClientModel:
         )
 
     def _source(self, one: calibration.Fitted) -> str:
-        """Return what tells a model and its calibration from others: its calibration rows' scores
+        """Return what identifies a model and its calibration: its calibration rows' scores
         follow from both.
         """
         made = archive.digest_of_tensors(
@@ -338,7 +338,7 @@ class ClientModel:
         """Return the network at the means of the client's beliefs: a module of its own, in
         evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It knows nothing of the
+        Its outputs are what the likelihood reads, such as logits. It has nothing of the
         uncertainty, for which `predict` is, nor of the federation's transform: it takes inputs that
         are transformed already, floats in the run's precision, one tensor as `model(x)`, a tuple as
         `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client

@@ -184,7 +184,7 @@ def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
 
     Args:
         algorithm: The method that is given.
-        rule: The predictor that the file tells of.
+        rule: The predictor that the file names.
     """
     if rule is None or not hasattr(rule, "asks") or algorithm.predictor == rule:
         return algorithm

@@ -278,7 +278,7 @@ def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None
 def fitted_of(
     local: Local, done: Done, known: Mapping[str, Tensors]
 ) -> Iterator[tuple[int, FittedPredictor]]:
-    """Yield each client of a chunk with its predictor, which is told the last states of its
+    """Yield each client of a chunk with its predictor, which receives the last states of its
     surveys beside what the server sends.
     """
     rule: Any = local.algorithm.predictor

@@ -108,7 +108,7 @@ def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.n
 
 def masked_total(messages: Iterable[np.ndarray]) -> np.ndarray:
     """Return the sum of the clients' messages modulo 2^64, all that the server computes before it
-    knows the sum of their values.
+    has the sum of their values.
     """
     return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
 
@@ -284,7 +284,7 @@ class _SecureRun(AggregationRun):
 
 
 class _SecureRound(RoundSum):
-    """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds
+    """A `RoundSum` that holds the integers of each client, which the client alone has, and adds
     up their masked forms.
     """
 

@@ -29,7 +29,7 @@ PROTOCOL = 7
 NORM_FLOOR = 1.0
 """A distance from what the server sent that is always allowed."""
 ENOUGH_REPLIES = 3
-"""Least number of replies from which a round's own median tells how far clients usually go."""
+"""Least number of replies whose median is taken for how far clients usually go."""
 
 
 LARGEST_SHARE = 100.0

@@ -53,7 +53,7 @@ class Replies:
 
 
 class Unseen:
-    """A placeholder for uplinks that the server has not seen; it tells `combine` the numbers of the
+    """A placeholder for uplinks that the server has not seen; it gives `combine` the numbers of the
     round, of rounds and of clients only.
 
     Any other use of it raises ValueError.
@@ -91,8 +91,8 @@ def check_combine(result: Any, ids: Any, why: str) -> None:
 
     Args:
         result: The state that the run starts from, a `Result`.
-        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server
-            does not know them either.
+        ids: The clients that `combine` receives, [clients] int64, or a placeholder if the server
+            does not have them either.
         why: The reason that the server does not see single replies, with which the error message
             begins.
 

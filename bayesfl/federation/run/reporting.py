@@ -83,7 +83,7 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
 
 
 def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
-    """Write the report of a run over a network, as its server knows it: measures are of the clients
+    """Write the report of a run over a network, as its server has it: measures are of the clients
     that share theirs.
 
     Args:

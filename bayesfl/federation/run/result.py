@@ -460,8 +460,8 @@ class Result(Run):
         return self._by(pooling.with_heads(self.algorithm), aggregation)
 
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
-        """Ask the clients about their own predictions, as this result makes them, and return what
-        the survey tells at last.
+        """Ask the clients about their own predictions, as this result makes them, and return
+        the survey's last state.
 
         Args:
             survey: The question, see `bayesfl.base.surveys.Survey`.

@@ -1,4 +1,4 @@
-"""What a site knows of a log density: its integral, its own parameters, and the shared prior.
+"""A site's model: the integral of its log density, its own parameters, and the shared prior.
 
 Sites are alike whose own parameters and rows have the same shapes, and whose model is the same but
 for the numbers in these rows. Their integrals are computed at once.

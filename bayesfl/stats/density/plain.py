@@ -154,7 +154,7 @@ def densities(
         local: As of `posterior`.
         derivatives: As of `posterior`.
         policy: As of `tables`; its rules on numbers of rows, sites and draws hold. None bounds what
-            a density tells, for which the owner of the rows answers.
+            a density reveals, for which the owner of the rows answers.
 
     Raises:
         ValueError: A range has no map from all numbers.

@@ -53,7 +53,7 @@ class Posterior(Refits):
 
     Args:
         draws: {parameter: its draws, [S, ...]} of what sites share, equally weighted.
-        here: {site: what it knows of its density}, of sites on this machine.
+        here: {site: its model}, of sites on this machine.
         phi: The draws as numbers without a range, [S, q].
         seed: Seed of the draws.
         k_hat: Pareto's k-hat of the weighted draws; below .7 their means can be relied on.

@@ -119,7 +119,7 @@ class Ledger:
             for place, one in enumerate(columns):
                 for other in (*others, *columns[:place]):
                     for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
-                        # What is a column, too, is told anyway, as a third level.
+                        # What is a column, too, is answered anyway, as a third level.
                         if 0 < len(apart) < least and apart not in columns:
                             return "one of its columns differs from another one by fewer"
         return None

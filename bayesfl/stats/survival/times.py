@@ -295,8 +295,8 @@ class Bins(OfTimes):
     """Ask for bins of equal shares of all sites' events, in each of which each site has no event or
     as many as its policy's `min_level`, of each group.
 
-    First each site tells times, rounded up on the lattice, between which it has equal numbers of
-    events, as many as its `min_level` or more, and these make narrow bins. Then each tells which
+    First each site reports times, rounded up on the lattice, between which it has equal numbers of
+    events, as many as its `min_level` or more, and these make narrow bins. Then each reports which
     bins joined from these have too few events, and at last how far in the bins its events lie.
 
     Args:
