@@ -155,7 +155,7 @@ def _may_draw(func: Any) -> bool:
 
 
 def _idle(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Say whether an operation that may draw does not: its rate of dropout is 0, or it is not in
+    """Return whether an operation that may draw does not: its rate of dropout is 0, or it is not in
     training.
     """
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}

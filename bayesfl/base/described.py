@@ -231,7 +231,7 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def anonymous(description: object) -> bool:
-    """Say whether a description has a function without source text and without a name, of which
+    """Return whether a description has a function without source text and without a name, of which
     another may pass for it.
     """
     if isinstance(description, Mapping):
@@ -303,7 +303,7 @@ def _module(thing: Any) -> str:
 
 
 def _by_name(thing: Any) -> bool:
-    """Say whether a function or a class is of Python, of an installed package or of bayesfl, and
+    """Return whether a function or a class is of Python, of an installed package or of bayesfl, and
     counts by its name.
     """
     module, code = str(thing.__module__ or ""), getattr(thing, "__code__", None)

@@ -17,8 +17,8 @@ Pattern: TypeAlias = str | tuple[str, ...]
 
 
 def covers(pattern: Pattern, name: str) -> bool:
-    """Say whether a pattern covers a parameter's name; patterns that only take out cover all other
-    names.
+    """Return whether a pattern covers a parameter's name; patterns that only take out cover all
+    other names.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     wanted = [one for one in patterns if not one.startswith("!")]
@@ -52,8 +52,8 @@ def _untrained(model: nn.Module) -> Iterator[str]:
 
 
 def _matches(model: nn.Module, pattern: str) -> bool:
-    """Say whether one of several patterns matches something to train, or to take out: if not, it is
-    a slip, or its part was lost.
+    """Return whether one of several patterns matches something to train, or to take out: if not, it
+    is a slip, or its part was lost.
     """
     bare = pattern.removeprefix("!")
     every = model.named_parameters(remove_duplicate=False)

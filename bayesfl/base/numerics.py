@@ -81,15 +81,15 @@ def add_row(total: Tensor, row: Tensor, weight: float) -> None:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors of one type hold the same numbers; NaN is the same as NaN."""
+    """Return whether two tensors of one type hold the same numbers; NaN is the same as NaN."""
     return one.shape == other.shape and bool(
         ((one == other) | ((one != one) & (other != other))).all()
     )
 
 
 def apart(one: Tensor, other: Tensor, share: float, size: float = 0.0) -> bool:
-    """Say whether two tensors differ in shape, or by more than a share of the largest finite number
-    of `other`, or of `size` where that is larger; NaN is the same as NaN.
+    """Return whether two tensors differ in shape, or by more than a share of the largest finite
+    number of `other`, or of `size` where that is larger; NaN is the same as NaN.
     """
     if one.shape != other.shape or not one.numel():
         return one.shape != other.shape
@@ -132,7 +132,7 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | Non
 
 
 def finite(t: Tensor) -> bool:
-    """Say whether all entries are finite.
+    """Return whether all entries are finite.
 
     A sum takes one pass and is finite only if all its terms are; large finite terms may overflow,
     so other sums are checked by entry.

@@ -283,7 +283,7 @@ class StoredPredictor(Predictor, Protocol):
 
     @property
     def needs_data(self) -> bool:
-        """Say whether predictions need the client's training data."""
+        """Return whether predictions need the client's training data."""
         ...
 
     @property

@@ -31,8 +31,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def alike(one: Tensor, other: Tensor, *, free: int = 0) -> bool:
-    """Say whether two tensors have one dtype and one shape; their first `free` axes may have other
-    lengths.
+    """Return whether two tensors have one dtype and one shape; their first `free` axes may have
+    other lengths.
     """
     return (
         one.dtype == other.dtype

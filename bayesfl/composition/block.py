@@ -82,10 +82,10 @@ class Block:
 
     @property
     def stochastic(self) -> bool:
-        """Say whether the block's posterior draws."""
+        """Return whether the block's posterior draws."""
         return self.posterior.noise_size(1) > 0
 
     @property
     def private(self) -> bool:
-        """Say whether the block stays on the client."""
+        """Return whether the block stays on the client."""
         return self.keep and self.pool is None

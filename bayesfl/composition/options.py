@@ -51,7 +51,7 @@ P = ParamSpec("P")
 
 
 def trains_no_body(model: nn.Module) -> bool:
-    """Say whether a model is all head: it trains no parameter named `body.*`."""
+    """Return whether a model is all head: it trains no parameter named `body.*`."""
     return not has_body(model)
 
 

@@ -55,7 +55,7 @@ class Phase(Protocol):
 
     @property
     def batched(self) -> bool:
-        """Say whether vmap can run the phase; where not, it runs client by client."""
+        """Return whether vmap can run the phase; where not, it runs client by client."""
         ...
 
     def check(self, algorithm: Algorithm) -> None:
@@ -284,8 +284,8 @@ class Descend:
 
 
 def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
-    """Say whether kernels may take a phase's steps by algebra of their own: it is a `Descend` whose
-    energy overrides nothing.
+    """Return whether kernels may take a phase's steps by algebra of their own: it is a `Descend`
+    whose energy overrides nothing.
 
     A subclass may have a step, or an energy, of its own.
     """
@@ -433,7 +433,7 @@ class Repeat:
 
     @property
     def batched(self) -> bool:
-        """Say whether vmap can run all inner phases."""
+        """Return whether vmap can run all inner phases."""
         return all(phase.batched for phase in self.phases)
 
     def check(self, algorithm: Algorithm) -> None:
@@ -462,8 +462,8 @@ def steps_on_batch(phase: Phase) -> int:
 
 
 def by_chance(phase: Phase | Repeat, algorithm: Algorithm) -> bool:
-    """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a
-    belief.
+    """Return whether a phase's steps depend on chance: on the order of the examples, or on draws of
+    a belief.
     """
     return phase.batch_size is not None or any(one.noise(algorithm) for one in unrolled(phase))
 

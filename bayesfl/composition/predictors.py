@@ -612,7 +612,7 @@ class Mixture:
 
     @property
     def needs_data(self) -> bool:
-        """Say whether `each` needs training data, see `StoredPredictor`."""
+        """Return whether `each` needs training data, see `StoredPredictor`."""
         return self.each is not None and self.each.needs_data
 
     @property

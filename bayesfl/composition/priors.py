@@ -93,8 +93,8 @@ class Tilt:
 
 
 def is_normal(prior: Prior) -> TypeGuard[Normal]:
-    """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) /
-    variance.
+    """Return whether a prior is a `Normal` with the energy of its class, whose slope is (w -
+    centre) / variance.
 
     Example:
         >>> bf.priors.is_normal(bf.priors.Flat())

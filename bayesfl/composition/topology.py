@@ -87,7 +87,7 @@ def erdos_renyi(
 
 
 def connected(edges: Tensor) -> bool:
-    """Say whether every client can be reached from every other, over edges [J, J] bool.
+    """Return whether every client can be reached from every other, over edges [J, J] bool.
 
     Example:
         >>> edges = bf.topology.ring(5)

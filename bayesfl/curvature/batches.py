@@ -130,7 +130,7 @@ def _second(batch: Any) -> Any:
 
 
 def one_batch(x: Data) -> bool:
-    """Say whether data are one batch: a tensor, or a mapping with `x`."""
+    """Return whether data are one batch: a tensor, or a mapping with `x`."""
     return isinstance(x, Tensor | Mapping)
 
 

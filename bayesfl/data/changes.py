@@ -115,7 +115,7 @@ def _form(x: Inputs) -> dict[str, tuple[str, list[int]]]:
 
 
 def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
-    """Say whether two trees hold the same numbers, floats to within a share of the largest."""
+    """Return whether two trees hold the same numbers, floats to within a share of the largest."""
     mine, theirs = dict(named(one)), dict(named(other))
     return _form(one) == _form(other) and all(
         not apart(theirs[name], t, rounding) if t.is_floating_point() else same(t, theirs[name])

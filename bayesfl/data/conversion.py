@@ -129,7 +129,7 @@ def _of_array(values: Any, name: str) -> Tensor:
 
 
 def _in_file(array: Any) -> bool:
-    """Say whether an array is a view of a mapped file."""
+    """Return whether an array is a view of a mapped file."""
     while isinstance(array, np.ndarray):
         array = array.base
     return isinstance(array.obj if isinstance(array, memoryview) else array, mmap.mmap)

@@ -18,8 +18,8 @@ def mark_mapped(t: Tensor) -> None:
 
 
 def mapped(t: Tensor) -> bool:
-    """Say whether a tensor lies in a mapped file, so that it stays there: it is neither copied as a
-    whole nor moved to another device.
+    """Return whether a tensor lies in a mapped file, so that it stays there: it is neither copied
+    as a whole nor moved to another device.
 
     Known everywhere are arrays of `numpy.memmap` that came by `bayesfl.data.from_arrays`, and
     `torch.from_file(shared=True)`. On Linux, which lists a process's mappings, all others are too:
@@ -37,7 +37,7 @@ def mapped(t: Tensor) -> bool:
 
 
 def _listed(address: int) -> bool:
-    """Say whether Linux lists an address as part of a file."""
+    """Return whether Linux lists an address as part of a file."""
     if not address or not MAPPINGS.exists():
         return False
     for line in MAPPINGS.read_text().splitlines():

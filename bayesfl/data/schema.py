@@ -268,7 +268,7 @@ def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def _numerals(names: Sequence[str]) -> bool:
-    """Say whether a class is named by a number, or a truth value, which is not the place that it
+    """Return whether a class is named by a number, or a truth value, which is not the place that it
     has.
     """
     read = [{"false": "0", "true": "1"}.get(name.lower(), name) for name in names]

@@ -55,7 +55,7 @@ def all_finite(change: str, made: Inputs, given: Inputs) -> Inputs:
 
 
 def _doubles(t: Tensor) -> bool:
-    """Say whether a tensor holds float64 in a mapped file: it is read as float32, as arrays in
+    """Return whether a tensor holds float64 in a mapped file: it is read as float32, as arrays in
     memory are once and for all.
     """
     return t.dtype == torch.float64 and mapped(t)

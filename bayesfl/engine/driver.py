@@ -259,7 +259,7 @@ class Engine:
         return tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
-        """Say whether a phase trains a model that has norms with statistics or draws, which the
+        """Return whether a phase trains a model that has norms with statistics or draws, which the
         kernels `layers` and `live` do.
 
         Raises:

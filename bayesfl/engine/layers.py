@@ -91,7 +91,7 @@ features of a few examples, and whether they are light.
 
 
 def supported(module: nn.Module, x: Inputs) -> bool:
-    """Say whether a module can be run; asked once of a module, which must then stay as it is.
+    """Return whether a module can be run; asked once of a module, which must then stay as it is.
 
     Args:
         module: The module, in the mode in which it is to run.
@@ -116,8 +116,8 @@ def _parts(module: nn.Module, x: Inputs) -> list[tuple[nn.Module, Inputs]]:
 
 
 def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
-    """Say whether a module can be run for clients of `most` rows, as many as `x` has, and a step of
-    `rows` rows leaves room in the cache for several clients; looked at once.
+    """Return whether a module can be run for clients of `most` rows, as many as `x` has, and a step
+    of `rows` rows leaves room in the cache for several clients; looked at once.
     """
     return _once(
         (most, rows), module, x, lambda: not _heavy(module, x, rows) and supported(module, x)
@@ -125,7 +125,7 @@ def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
 
 
 def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
-    """Say whether one client's weights and results fill the cache, which several clients' would
+    """Return whether one client's weights and results fill the cache, which several clients' would
     leave; or whether that cannot be known.
 
     Predictions count as a batch of `USUAL` rows, so that what runs them does not depend on theirs.
@@ -260,7 +260,7 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
 
 
 def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
-    """Say whether a plan computes what the module does, for two clients with other weights, of
+    """Return whether a plan computes what the module does, for two clients with other weights, of
     which one has fewer rows.
 
     The weights are moved, so that no slope is 0 as those before a head of zeros are.

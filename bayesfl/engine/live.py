@@ -24,7 +24,7 @@ memory layout gains (ResNet-18).
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    """Say whether the module has convolutions, for which the memory layout matters."""
+    """Return whether the module has convolutions, for which the memory layout matters."""
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 

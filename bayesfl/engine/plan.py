@@ -99,7 +99,7 @@ class PhasePlan:
 
     @property
     def still(self) -> bool:
-        """Say whether every step uses the same inputs."""
+        """Return whether every step uses the same inputs."""
         return (
             self._phase.batch_size is None
             and not isinstance(self._phase, Repeat)

@@ -208,7 +208,7 @@ class _Recorder(TorchFunctionMode):
         return place
 
     def _counts(self, args: tuple[Any, ...]) -> bool:
-        """Say whether a norm counts its batches, which no federation reads."""
+        """Return whether a norm counts its batches, which no federation reads."""
         return (self._names.get(id(args[0]), "") if args else "").endswith("num_batches_tracked")
 
     def _told(self, value: Any, places: list[int]) -> Any:

@@ -55,8 +55,8 @@ _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 def watch(
     algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, batch: Batch, who: str
 ) -> dict[str, str]:
-    """Say whether a body is dead or a phase's steps on a head are unstable, as a method's `watch`;
-    nothing for phases of another kind.
+    """Return whether a body is dead or a phase's steps on a head are unstable, as a method's
+    `watch`; nothing for phases of another kind.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -76,8 +76,8 @@ def watch(
 
 
 def is_due(round: int) -> bool:
-    """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of
-    rounds done before.
+    """Return whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number
+    of rounds done before.
     """
     return round & (round + 1) == 0
 
@@ -151,7 +151,7 @@ def if_dead(
 
 
 def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:
-    """Say whether a phase takes full-batch steps of SGD on a head alone, of torch's layers one
+    """Return whether a phase takes full-batch steps of SGD on a head alone, of torch's layers one
     after the other, under a Normal prior.
     """
     if (

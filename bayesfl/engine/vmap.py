@@ -25,15 +25,15 @@ _BATCHES: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictiona
 
 
 def can_batch(module: nn.Module) -> bool:
-    """Say whether torch.func can batch the module, as far as is known: no layer has to run alone,
-    and it has not failed before.
+    """Return whether torch.func can batch the module, as far as is known: no layer has to run
+    alone, and it has not failed before.
     """
     return _BATCHES.get(module, True) and not any(_alone(part) for part in module.modules())
 
 
 def _alone(part: nn.Module) -> bool:
-    """Say whether a layer cannot be batched, or would compute something else then: recurrent ones,
-    embeddings' options, gradient hooks.
+    """Return whether a layer cannot be batched, or would compute something else then: recurrent
+    ones, embeddings' options, gradient hooks.
     """
     embeds = isinstance(part, nn.Embedding) and (
         part.padding_idx is not None or part.scale_grad_by_freq
@@ -46,7 +46,7 @@ def _alone(part: nn.Module) -> bool:
 
 
 def failed(module: nn.Module, error: RuntimeError) -> bool:
-    """Say whether an error is that torch.func cannot batch the module, as when its control flow
+    """Return whether an error is that torch.func cannot batch the module, as when its control flow
     depends on data; then remember it.
     """
     words = (

@@ -136,7 +136,7 @@ class Alarm:
 
     @property
     def raised(self) -> bool:
-        """Say whether the evidence has ever reached 1 / delta."""
+        """Return whether the evidence has ever reached 1 / delta."""
         return self.raised_after is not None
 
     @property
@@ -284,7 +284,7 @@ class Merged:
 
     @property
     def raised(self) -> bool:
-        """Say whether the mean has ever reached 1 / delta."""
+        """Return whether the mean has ever reached 1 / delta."""
         return any(one >= 1 / self.delta for one in self.history)
 
     def see(self, evidence: Mapping[str, float]) -> "Merged":

@@ -132,7 +132,7 @@ class Settings:
         return np.sort(rng.permutation(clients)[:size])
 
     def evaluates(self, round: int) -> bool:
-        """Say whether the models are evaluated after this round, counted from 0."""
+        """Return whether the models are evaluated after this round, counted from 0."""
         every = self.evaluate_every
         return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
 

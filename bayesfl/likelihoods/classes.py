@@ -136,7 +136,7 @@ class Categorical:
 
     @property
     def plain(self) -> bool:
-        """Say whether the loss is the negative log likelihood itself."""
+        """Return whether the loss is the negative log likelihood itself."""
         return self.weights is None and not self.smoothing
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Bernoulli:
 
     @property
     def plain(self) -> bool:
-        """Say whether the loss is the negative log likelihood itself."""
+        """Return whether the loss is the negative log likelihood itself."""
         return self.weights is None
 
     def width(self, targets: Targets) -> tuple[int, ...]:

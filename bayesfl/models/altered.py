@@ -31,8 +31,8 @@ def altered(module: nn.Module) -> list[str]:
 
 
 def cut(module: nn.Module) -> TypeGuard[SplitModel]:
-    """Say whether a module is computed as `head(body(x))`: a `SplitModel` with the forward of its
-    class, whose parts share no parameter.
+    """Return whether a module is computed as `head(body(x))`: a `SplitModel` with the forward of
+    its class, whose parts share no parameter.
     """
     if (
         not isinstance(module, SplitModel)

@@ -96,7 +96,7 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
     own = _own(module)
 
     def due(one: Any) -> bool:
-        """Say whether something reaches into the module, or the next forward makes it anew."""
+        """Return whether something reaches into the module, or the next forward makes it anew."""
         if isinstance(one, Tensor):
             return not one.is_leaf
         held = _held(one) if isinstance(one, weakref.ref) else ()
@@ -238,7 +238,7 @@ def _attribute(module: nn.Module, wanted: Callable[[Any], bool]) -> str:
 
 
 def _copies(value: Any, memo: dict[int, Any]) -> bool:
-    """Say whether a value can be copied."""
+    """Return whether a value can be copied."""
     try:
         copy.deepcopy(value, memo)
     except Exception:

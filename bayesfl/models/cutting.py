@@ -35,7 +35,7 @@ class SplitModel(nn.Module):
 
 
 def has_body(module: nn.Module) -> bool:
-    """Say whether any parameter named `body.*` is trained; if not, the model is all head, as for
+    """Return whether any parameter named `body.*` is trained; if not, the model is all head, as for
     logistic regression.
     """
     if not isinstance(module, nn.Module):  # refused elsewhere, with a remedy

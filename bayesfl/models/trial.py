@@ -84,27 +84,27 @@ def trials(model: nn.Module) -> list[Trial]:
 
 
 def draws_in_training(model: nn.Module) -> bool:
-    """Say whether a network draws random numbers in training: it was seen to, or has a layer that
-    does.
+    """Return whether a network draws random numbers in training: it was seen to, or has a layer
+    that does.
     """
     seen = trials(model)
     return any(trial.draws for trial in seen) if seen else _draws(model)
 
 
 def lively(model: nn.Module) -> bool:
-    """Say whether a network computes something else in training than in evaluation."""
+    """Return whether a network computes something else in training than in evaluation."""
     seen = trials(model)
     other = any(trial.draws or trial.other for trial in seen)
     return other if seen else _draws(model) or bool(norms(model))
 
 
 def _draws(model: nn.Module) -> bool:
-    """Say whether a layer draws random numbers in training."""
+    """Return whether a layer draws random numbers in training."""
     return any(rate(part) > 0 for part in model.modules() if part.training)
 
 
 def one_row_each(outputs: object, x: Inputs) -> bool:
-    """Say whether outputs are floats [N, ..., O] with a row for each of the examples `x`
+    """Return whether outputs are floats [N, ..., O] with a row for each of the examples `x`
     [N, ...].
     """
     return (

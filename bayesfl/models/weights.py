@@ -75,7 +75,7 @@ def bound(
 
 
 def transformed() -> bool:
-    """Say whether the code runs inside a transform of torch.func."""
+    """Return whether the code runs inside a transform of torch.func."""
     return peek_interpreter_stack() is not None
 
 

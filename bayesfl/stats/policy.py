@@ -179,7 +179,7 @@ class Policy:
         return _first(rules)
 
     def even(self, weight: Tensor, people: Tensor) -> Tensor:
-        """Say whether no person holds too much of rows' weights [..., n], [...]; see `min_rows`.
+        """Return whether no person holds too much of rows' weights [..., n], [...]; see `min_rows`.
 
         Args:
             weight: The weights.

@@ -267,9 +267,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def finished(file: Path, *, keep: bool) -> bool:
-    """Say whether a file holds a run that need not be made again: it went through, and was kept if
-    it is to be, or it diverged, as it would again. One that cannot be read, or whose whole run was
-    deleted, must.
+    """Return whether a file holds a run that need not be made again: it went through, and was kept
+    if it is to be, or it diverged, as it would again. One that cannot be read, or whose whole run
+    was deleted, must.
     """
     record = record_of(file) if not keep or file.with_suffix("").exists() else None
     if record is None or record.error is None:

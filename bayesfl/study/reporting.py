@@ -47,7 +47,7 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
 
 
 def _lead(study: Any) -> str:
-    """Say whether all methods saw the same data."""
+    """Return whether all methods saw the same data."""
     seen = {
         frozenset((row.seed, row.record.data) for row in study.rows if row.method == method)
         for method in study.methods

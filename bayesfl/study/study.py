@@ -239,7 +239,7 @@ class Study:
 
     @property
     def _chooses(self) -> bool:
-        """Say whether a method has several choices of options."""
+        """Return whether a method has several choices of options."""
         return any(len(combinations(grid)) > 1 for grid in self.grid.values())
 
     def _places(self) -> list[str | Record]:

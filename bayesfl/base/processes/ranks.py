@@ -101,7 +101,7 @@ class Alone:
         return tree_map_only(Tensor, torch.clone, tree)
 
     def shares(self, device: torch.device) -> bool:
-        """Say whether what one rank writes into such a copy is in that of all others."""
+        """Return whether what one rank writes into such a copy is in that of all others."""
         return True
 
     def hold(self, held: Callable[[int], list[str]]) -> None:
@@ -212,7 +212,7 @@ class Ranks(Alone):
         return made[0]
 
     def shares(self, device: torch.device) -> bool:
-        """Say whether ranks write into the same copy; see `Alone.shares`."""
+        """Return whether ranks write into the same copy; see `Alone.shares`."""
         return self.near == self.size and device.type == "cpu"
 
     def hold(self, held: Callable[[int], list[str]]) -> None:

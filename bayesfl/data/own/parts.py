@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     @property
     def mapped(self) -> bool:
-        """Say whether an input lies in a mapped file."""
+        """Return whether an input lies in a mapped file."""
         return any(mapped(t) for _, t in named(self.x))
 
     def placed(self, values: Sequence[Tensor]) -> Tensor:
@@ -193,8 +193,8 @@ def _read_as(t: Tensor) -> str:
 
 
 def _missing(owner: Any) -> bool:
-    """Say whether a client id is none: None, NaN or a missing value of pandas, or what these become
-    as text.
+    """Return whether a client id is none: None, NaN or a missing value of pandas, or what these
+    become as text.
     """
     return (
         owner is None

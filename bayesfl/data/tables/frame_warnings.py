@@ -127,7 +127,7 @@ def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
 
 
 def _tells(values: Values, rows: np.ndarray, y: np.ndarray) -> bool:
-    """Say whether a column has one value for each of at least two targets: equal ones, or levels
+    """Return whether a column has one value for each of at least two targets: equal ones, or levels
     that come with one class each.
     """
     if y.dtype.kind != "i":
@@ -145,7 +145,7 @@ def _tells(values: Values, rows: np.ndarray, y: np.ndarray) -> bool:
 
 
 def _paired(values: Values, rows: np.ndarray, y: np.ndarray, *, least: int = 1) -> bool:
-    """Say whether each level of some rows comes with one class, and each class with one level."""
+    """Return whether each level of some rows has one class, and each class one level."""
     pairs = set(zip(values.levels(rows).tolist(), y.tolist(), strict=True))
     classes = len({label for _, label in pairs})
     return len(pairs) == len({level for level, _ in pairs}) == classes >= least

@@ -181,7 +181,7 @@ def pandas_of(frame: Any) -> Any:
 
 
 def is_frame(value: object) -> bool:
-    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
+    """Return whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
     interface; one column is none.
     """
     return (hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")) and (

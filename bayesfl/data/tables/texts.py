@@ -100,7 +100,7 @@ def _other_than_text(texts: Sequence[str]) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Say whether a text is a number's."""
+    """Return whether a text is a number's."""
     try:
         float(text)
     except ValueError:

@@ -112,7 +112,7 @@ class Conformal:
 
     @property
     def draws(self) -> bool:
-        """Say whether the score has a random term, which is drawn for every row by its inputs."""
+        """Return whether the score has a random term, drawn for every row by its inputs."""
         return self.score != "lac"
 
     def start(self, outputs: Outputs) -> Tensors:

@@ -130,21 +130,21 @@ def refuse_empty(split: str, examples: Tensor) -> None:
 
 
 def compares(steps: "Iterable[Step]") -> bool:
-    """Say whether one of some steps compares clients' own predictions with those of the server's
+    """Return whether one of some steps compares clients' own predictions with those of the server's
     model.
     """
     return any(getattr(step, "compares", False) for step in steps)
 
 
 def ends(step: Step) -> bool:
-    """Say whether a step leaves probabilities as they are, so that none which changes them may
+    """Return whether a step leaves probabilities as they are, so that none which changes them may
     follow.
     """
     return getattr(step, "last", False)
 
 
 def any_draws(steps: "Iterable[Step]") -> bool:
-    """Say whether one of some steps draws a number for every row, by its inputs."""
+    """Return whether one of some steps draws a number for every row, by its inputs."""
     return any(getattr(step, "draws", False) for step in steps)
 
 

@@ -597,7 +597,7 @@ def client_model(
 
 
 def needs_data(algorithm: Algorithm) -> bool:
-    """Say whether a client needs its training data to predict: to fine-tune, or for the method's
+    """Return whether a client needs its training data to predict: to fine-tune, or for the method's
     predictor.
     """
     rule = algorithm.predictor

@@ -369,8 +369,8 @@ def kept_phases(algorithm: Algorithm) -> int:
 
 
 def touched(algorithm: Algorithm) -> bool:
-    """Say whether training changes every part of the predictor, or may: a phase that does not say
-    which blocks it trains may change any.
+    """Return whether training changes every part of the predictor, or may: a phase that does not
+    say which blocks it trains may change any.
     """
     phases = [inner for phase in algorithm.phases for inner in unrolled(phase)]
     if not all(isinstance(phase, Descend) for phase in phases):

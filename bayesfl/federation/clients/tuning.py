@@ -158,10 +158,10 @@ def check_tunable(
 
 
 def tunable(data: FederatedData) -> bool:
-    """Say whether there are validation data."""
+    """Return whether there are validation data."""
     return "validation" in data.splits and bool(data.validation.counts.any())
 
 
 def needs_validation(algorithm: Algorithm) -> bool:
-    """Say whether the method's predictor chooses a number on validation data."""
+    """Return whether the method's predictor chooses a number on validation data."""
     return algorithm.predictor is not None and len(algorithm.predictor.grid) > 1

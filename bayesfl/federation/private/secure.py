@@ -271,7 +271,7 @@ class SecureSum(Aggregation):
 
 
 def _clips(pool: object) -> bool:
-    """Say whether a pool, or one inside it, clips."""
+    """Return whether a pool, or one inside it, clips."""
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue] (asked for)
 
 

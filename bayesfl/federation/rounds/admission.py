@@ -180,7 +180,7 @@ class Admission:
 
     @property
     def skips(self) -> bool:
-        """Say whether bad clients are left out instead of stopping the run."""
+        """Return whether bad clients are left out instead of stopping the run."""
         return self.on_bad_client == "skip"
 
     def limit(

@@ -104,7 +104,7 @@ class EarlyStopping:
         return {name: value for name, value in vars(self).items() if name != "best"}
 
     def __call__(self, result: Any) -> bool:
-        """Say whether the run ends; keep its state if it is the best so far.
+        """Return whether the run ends; keep its state if it is the best so far.
 
         Raises:
             ValueError: The history has no such column although a round was evaluated, the column's

@@ -203,5 +203,5 @@ def _logged(run: Run) -> dict[str, str]:
 
 
 def _measured(run: Run) -> bool:
-    """Say whether the last row of the history has measures of the clients' own models."""
+    """Return whether the last row of the history has measures of the clients' own models."""
     return any(column.startswith(tuple(PREFIXES.values())) for column in run.history[-1])

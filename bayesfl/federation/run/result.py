@@ -863,7 +863,7 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:
-    """Say whether every client's examples in `split` are among its own in `known`, by labels and
+    """Return whether every client's examples in `split` are among its own in `known`, by labels and
     places; inputs may differ.
     """
     if split.y is not known.y and not (

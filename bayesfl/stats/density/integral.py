@@ -422,7 +422,7 @@ class Integral:
             return torch.cat([self._by_nodes(one, *rules) for one in self.split(phi, size)], 1)
 
     def _is_normal(self, phi: Tensor) -> bool:
-        """Say whether the own parameters are normal given phi [N, q], by some draws of these."""
+        """Return whether the own parameters are normal given phi [N, q], by some draws of these."""
         noise = torch.from_numpy(generator(0, Purpose.POSTERIOR).standard_normal((9, self.size)))
         logs = self.weights(phi, noise.expand(len(self.begin), len(phi), -1, -1))[1]
         return bool((logs.abs() < 1e-8).all())

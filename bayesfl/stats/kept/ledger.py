@@ -138,7 +138,7 @@ class Ledger:
             self.analyses.setdefault(site.name, []).append(analysis)
 
     def tells_one(self, names: Sequence[str]) -> bool:
-        """Say whether sums over these sites, and those told before, together tell one site's,
+        """Return whether sums over these sites, and those told before, together tell one site's,
         whatever the questions, as several tell the same sums.
         """
         sets = [*self.hidden, frozenset(names)]
