@@ -88,6 +88,7 @@ CASES = (
     Case(
         "fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}
     ),
+    Case("fedpa", {"epochs": 1, "batch_size": 10, "samples": 3, "average": 2, "shrinkage": 0.2}),
     Case("scaffold", {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.05), "server_lr": 0.7}),
     Case("moon", {"epochs": 2, "batch_size": 10, "mu": 0.8}),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),

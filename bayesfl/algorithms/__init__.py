@@ -16,6 +16,7 @@ from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedbn import fedbn
 from bayesfl.algorithms.fedem import d_fedem, fedem
 from bayesfl.algorithms.fedep import fedep
+from bayesfl.algorithms.fedpa import fedpa
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
@@ -45,6 +46,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedavg_ft": (fedavg_ft, "FedAvg-FT", "Marfoq et al., NeurIPS 2021 (FedAvg+)"),
     "knn_per": (knn_per, "kNN-Per", "Marfoq, Neglia, Kameni, Vidal, ICML 2022"),
     "fedprox": (fedprox, "FedProx", "Li et al., MLSys 2020"),
+    "fedpa": (fedpa, "FedPA", "Al-Shedivat et al., ICLR 2021"),
     "scaffold": (scaffold, "SCAFFOLD", "Karimireddy et al., ICML 2020"),
     "moon": (moon, "MOON", "Li, He, Song, CVPR 2021"),
     "fedper": (fedper, "FedPer", "Arivazhagan et al., 2019"),
@@ -162,6 +164,7 @@ __all__ = [
     "fedbn",
     "fedem",
     "fedep",
+    "fedpa",
     "fedpac",
     "fedper",
     "fedprox",

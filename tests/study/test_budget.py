@@ -39,6 +39,7 @@ TRAINS = {
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
+    "fedpa": ((1, EPOCHS), *((2, STEPS),) * 3),  # before the averages, and of each
     "pfedhn": ((4, STEPS),),
     "pfedbayes": ((4, STEPS),) * 2,  # inner steps on each of the batches
     "pfedmap": ((4, WHOLE), (1, EPOCHS)),
