@@ -1,7 +1,7 @@
 """FedPA: clients send steps towards the mode of the product of their posteriors, which averages of
 SGD's iterates describe.
 
-After `warmup` passes client j takes l = `samples` averages x_1, ..., x_l of the iterates of
+After `epochs` passes client j takes l = `samples` averages x_1, ..., x_l of the iterates of
 `average` steps each. With their mean m and covariance C, and from the model w received,
 
     S      =  rho I + (1 - rho) C,      rho = 1 / (1 + (l - 1) shrinkage),
