@@ -95,10 +95,11 @@ def pfedhn(
         made, back = torch.func.vjp(lambda h: make(h, h["v"][ids[order]]), server["hyper"])
         (slope,) = back((made - uplink["w"]["loc"][order]) / len(ids))
         rate = rate_at(server_optimiser.rate, uplink["round"], uplink["rounds"])
-        clipped = Clip(server_optimiser, clip)
-        hyper, state = clipped.update(server["hyper"], slope, server.get("state"), rate)
-        common = {"w": {"loc": make(hyper, hyper["v"].mean(0))}}
-        return common | {"hyper": hyper} | ({} if state is None else {"state": state})
+        hyper, state = Clip(server_optimiser, clip).update(
+            server["hyper"], slope, server.get("state"), rate
+        )
+        now = {"w": {"loc": make(hyper, hyper["v"].mean(0))}, "hyper": hyper}
+        return now | ({} if state is None else {"state": state})
 
     step = Descend(
         Energy("w", ("w",), likelihood="mean"),
