@@ -115,9 +115,9 @@ def groups_of(parameters: Sequence[Parameter]) -> Tensor:
     """Return which group each number [d] of own parameters may belong to: that of its place in the
     longest first dimension, -1 if its parameter has another one.
     """
-    most = max((one.free[0] for one in parameters if one.free), default=0)
+    most = max([1, *(one.free[0] for one in parameters if one.free)])
     parts = [
-        torch.arange(most).repeat_interleave(one.size // max(most, 1))
+        torch.arange(most).repeat_interleave(one.size // most)
         if one.free[:1] == (most,)
         else torch.full((one.size,), -1)
         for one in parameters
