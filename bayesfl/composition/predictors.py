@@ -850,7 +850,7 @@ class Neighbours:
 
     Args:
         k: Number of rows that count; all where a client has fewer.
-        scale: By which the distances are divided.
+        scale: Number by which distances are divided.
         share: Share lam of the rows in the prediction; None to choose one for all clients on their
             validation data.
 
@@ -883,8 +883,7 @@ class Neighbours:
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
-        leaves = algorithm.leaves(algorithm.parts, view)
-        features: Any = algorithm.features(leaves, data["x"])[0]
+        features: Any = algorithm.features(algorithm.leaves(algorithm.parts, view), data["x"])[0]
         return self.restored(algorithm, view, {"features": features, "labels": data["y"]})
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
