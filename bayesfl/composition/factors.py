@@ -6,7 +6,7 @@ client, which the client keeps and replaces.
 with all Gaussians diagonal. A client refines its factor against its cavity q / t_j, which is the
 prior times all other clients' factors. The server's q is multiplied by what the cohort's factors
 have changed, so that it stays the product. How a client finds q_j, its posterior with the cavity as
-prior, makes the method: variational inference (`bf.algorithms.pvi`), or a Laplace
+prior, makes the method: by variational inference (`bf.algorithms.pvi`), or by a Laplace
 approximation, which is expectation propagation (`bf.algorithms.fedep`).
 
 Factors' precisions are kept at 0 or above, so that every cavity has a density, and a round of many
@@ -104,8 +104,8 @@ class Factors:
         return view | {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
-        """Return q without a client's factor: what the federation knows without that client, up to
-        what others' factors have learnt beside it.
+        """Return q without a client's factor: what the federation knows without that client, except
+        for what the others' factors have learnt from it.
 
         Args:
             q: The federation's posterior, as `result.server["w"]`.
