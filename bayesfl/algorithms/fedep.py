@@ -9,8 +9,8 @@ With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
     q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
 
 At a fixed point the mean of q is a maximum of the posterior of all rows. The authors' code scales
-the precisions of networks by 500 and clips what the server's mean moves; neither is here, where
-precisions are the GGN's. Of the paper's approximations this is the Laplace one.
+the precisions of networks by 500, and clips how far the server's mean moves; neither is done here,
+where precisions are the GGN's. Of the paper's approximations this is the Laplace one.
 
 Source: Guo, Greengard, Wang, Gelman, Kim, Xing, "Federated learning as variational inference: a
 scalable expectation propagation approach", ICLR 2023, algorithms 1 and 2.
@@ -54,7 +54,7 @@ def fedep(
     factors = Factors("w", precision=prior_precision, damping=damping)
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": {"loc": view["w"]["loc"]}} if given["round"] else view
+        return join(algorithm, given, view, data) if given["round"] else view
 
     def project(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         mode = algorithm.network(view | {"w": algorithm.belief("w", view["v"])})
@@ -86,5 +86,5 @@ def fedep(
 
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Start a new client's weights at the federation's mean."""
+    """Start a client's weights at the federation's mean."""
     return view | {"v": {"loc": view["w"]["loc"]}}

@@ -4,12 +4,12 @@ one.
     p(c | x)  =  lam p_kNN(c | x) + (1 - lam) p_w(c | x),
     p_kNN(c | x)  proportional to  sum over the k nearest rows i of  exp(-d_i / scale) [y_i = c],
 
-where d_i is the squared distance of features, the inputs of the model's head, divided by their
+where d_i is the squared distance between features, the inputs of the model's head, divided by their
 number. The common model is FedAvg's; rows and features stay on the client.
 
 The paper chooses a lam for each client on its own validation rows; here one for all is chosen by
-sums over the validation rows of all, the largest that fits as well as the best to one standard
-error. The default of `scale` is the authors' code's.
+sums over all clients' validation rows: the largest that fits as well as the best, up to one
+standard error. The default of `scale` is that of the authors' code.
 
 Source: Marfoq, Neglia, Kameni, Vidal, "Personalized federated learning through local memorization",
 ICML 2022, equations 5 to 8.
@@ -36,11 +36,11 @@ def knn_per(
     optimiser: options.Optimiser = SGD(1e-2, momentum=0.9),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by kNN-Per: FedAvg, by whose features each client looks up its own rows.
+    """Federate `model` by kNN-Per: FedAvg, with whose features each client looks up its own rows.
 
     Args:
         k: Number of rows that count; all where a client has fewer.
-        scale: By which the distances are divided.
+        scale: Number by which distances are divided.
         share: Share lam of the rows in the prediction; None to choose one for all clients on their
             validation data.
 

@@ -1,5 +1,5 @@
-"""pFedHN: a network on the server makes each client's weights of a vector that stands for the
-client.
+"""pFedHN: a network on the server makes each client's weights from a vector that stands for
+the client.
 
 The server holds an embedding v_j for each client and the hypernetwork's weights phi. In a round
 
@@ -21,17 +21,17 @@ ICML 2021, algorithm 1.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Stack, options
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import SGD, rate_at
+from bayesfl.optim import SGD, Clip, rate_at
 
 
 @options.method()
@@ -73,15 +73,12 @@ def pfedhn(
     """
 
     def start(blocks: Server, clients: int) -> Server:
-        rng = generator(seed, Purpose.START)
-        size, w = embedding, blocks["w"]["loc"]
-        hyper = {"v": torch.from_numpy(rng.standard_normal((clients, size)))}
-        for k, width in enumerate([hidden] * layers + [len(w)]):
+        rng, sizes = generator(seed, Purpose.START), [embedding, *[hidden] * layers]
+        hyper = {"v": torch.from_numpy(rng.standard_normal((clients, embedding)))}
+        for k, (size, width) in enumerate(pairwise([*sizes, len(blocks["w"]["loc"])])):
             bound = 1 / math.sqrt(size)
             for name, shape in (("weight", (width, size)), ("bias", (width,))):
                 hyper[f"{name}{k}"] = torch.from_numpy(rng.uniform(-bound, bound, shape))
-            size = width
-        hyper = tree_map(lambda t: t.to(w), hyper)
         state = server_optimiser.init(hyper)
         return {"hyper": hyper} | ({} if state is None else {"state": state})
 
@@ -93,20 +90,18 @@ def pfedhn(
     def address(server: Server, ids: Tensor) -> View:
         return {"w": {"loc": make(server["hyper"], server["hyper"]["v"][ids])}}
 
-    @torch.enable_grad()
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        order = ids.argsort()  # the order of replies is the engine's
-        leaves = tree_map(lambda t: t.detach().requires_grad_(), server["hyper"])
-        made = make(leaves, leaves["v"][ids[order]])
-        pull = (made - uplink["w"]["loc"][order]).detach() / len(ids)
-        slopes = torch.autograd.grad(made, list(leaves.values()), pull)
-        norm = torch.stack([t.square().sum() for t in slopes]).sum().sqrt()
-        shortened = [t * (clip / norm).clamp(max=1) for t in slopes]
+        order = ids.argsort()  # sums must not depend on the order in which replies come
+        came = uplink["w"]["loc"][order]
+        slope = torch.func.grad(  # of half the mean square of w_j - w_j'
+            lambda h: (make(h, h["v"][ids[order]]) - came).square().sum() / (2 * len(ids))
+        )(server["hyper"])
         rate = rate_at(server_optimiser.rate, uplink["round"], uplink["rounds"])
-        grads = dict(zip(leaves, shortened, strict=True))
-        hyper, state = server_optimiser.update(server["hyper"], grads, server.get("state"), rate)
-        common = {"w": {"loc": make(hyper, hyper["v"].mean(0))}}
-        return common | {"hyper": hyper} | ({} if state is None else {"state": state})
+        hyper, state = Clip(server_optimiser, clip).update(
+            server["hyper"], slope, server.get("state"), rate
+        )
+        now = {"w": {"loc": make(hyper, hyper["v"].mean(0))}, "hyper": hyper}
+        return now | ({} if state is None else {"state": state})
 
     step = Descend(
         Energy("w", ("w",), likelihood="mean"),

@@ -1,5 +1,5 @@
 """PVI: one Gaussian posterior of the federation, the product of a prior and of a factor for each
-client, which the client refines by variational inference against all others' work.
+client, which the client refines by variational inference under all others'.
 
 With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
 
@@ -11,9 +11,9 @@ A fixed point is a stationary point of the evidence bound of all rows together, 
 All clients refine at once, or, in cohorts of one, one after the other.
 
 Factors' precisions stay at 0 or above (`bayesfl.composition.factors`), which the paper does not
-ask. After the first round q_j starts with the mean of q and the client's own last deviations: a
-few steps from there lead q_j from q_old towards its maximum, where steps from its own last mean
-would be behind, and q diverge. Numbers of steps, and their optimiser, are ours.
+ask. After the first round q_j starts with the mean of q and the client's own last deviations: from
+there a few steps lead towards the maximum, while from its own last mean they lag behind, and q
+diverges. Numbers of steps, and their optimiser, are ours.
 
 Source: Ashman, Bui, Nguyen, Markou, Weller, Swaroop, Turner, "Partitioned variational inference: a
 framework for probabilistic federated learning", 2022, algorithm 1 and the damping after it.

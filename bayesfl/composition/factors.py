@@ -5,8 +5,8 @@ client, which the client keeps and replaces.
 
 with all Gaussians diagonal. A client refines its factor against its cavity q / t_j, which is the
 prior times all other clients' factors. The server's q is multiplied by what the cohort's factors
-have changed, so that it stays the product. What a client takes for q_j, its posterior under the
-cavity as prior, makes the method: variational inference (`bf.algorithms.pvi`), or a Laplace
+have changed, so that it stays the product. How a client finds q_j, its posterior with the cavity as
+prior, makes the method: by variational inference (`bf.algorithms.pvi`), or by a Laplace
 approximation, which is expectation propagation (`bf.algorithms.fedep`).
 
 Factors' precisions are kept at 0 or above, so that every cavity has a density, and a round of many
@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from bayesfl.base.options import Range, declared
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Server, Tensors, View
-from bayesfl.composition.block import Block
-from bayesfl.composition.options import INVERTIBLE
+from bayesfl.composition.block import Block, standard_normal
+from bayesfl.composition.options import INVERTIBLE, Damping
 from bayesfl.composition.pools import PrecisionWeighted
 from bayesfl.composition.priors import Normal
 from bayesfl.posteriors import MeanField
@@ -39,8 +39,6 @@ class Factors:
     Args:
         block: Name of the block, whose belief about all weights is q.
         precision: Precision of the prior N(0, 1 / precision) of every weight.
-        damping: Share of the way, in natural parameters, that a client's factor goes to its new
-            value, in (0, 1]; None for 1 / J, so that all J clients at once never overshoot.
 
     Example:
         >>> factors = bf.Factors("w", precision=1.0)
@@ -53,7 +51,7 @@ class Factors:
 
     block: str
     precision: Annotated[float, INVERTIBLE] = 1.0
-    damping: Annotated[float | None, Range(0, 1, "]")] = None
+    damping: Damping = None
 
     @property
     def posterior(self) -> MeanField:
@@ -64,7 +62,7 @@ class Factors:
     def shared(self) -> Block:
         """Return the block of q."""
         pool = PrecisionWeighted(posterior=self.posterior, prior=self._received)
-        return Block(posterior=self.posterior, start=_zeros, pool=pool)
+        return Block(posterior=self.posterior, start=standard_normal(0.0), pool=pool)
 
     def server(self, blocks: Server, clients: int) -> Server:
         """Return the `damping` of J clients, which everyone receives; see `Algorithm`."""
@@ -106,8 +104,8 @@ class Factors:
         return view | {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
-        """Return q without a client's factor: the federation's posterior without that client, up to
-        what others' factors have learnt beside it.
+        """Return q without a client's factor: the federation's posterior without that client, except
+        for what the others' factors have learnt from it.
 
         Args:
             q: The federation's posterior, as `result.server["w"]`.
@@ -116,12 +114,10 @@ class Factors:
         return self.posterior.of_natural(*self.cavity({self.block: q, "factor": factor}))
 
     def _received(self, server: Server) -> tuple[Tensor, Tensor]:
-        precision, weighted = self.posterior.natural(server[self.block])
-        return weighted / precision, precision
+        return server[self.block]["loc"], self.posterior.natural(server[self.block])[0]
 
     def _centre(self, given: Server, view: View) -> Tensor:
-        precision, weighted = self.cavity(view)
-        return weighted / precision
+        return self.posterior.of_natural(*self.cavity(view))["loc"]
 
     def _variance(self, given: Server, view: View) -> Tensor:
         return 1 / self.cavity(view)[0]
@@ -129,7 +125,3 @@ class Factors:
     def _none(self, given: Server) -> Tensors:
         zeros = torch.zeros_like(given[self.block]["loc"])
         return {"precision": zeros, "weighted": zeros}
-
-
-def _zeros(rng: Any, size: int) -> Tensor:
-    return torch.zeros(size)

@@ -164,8 +164,8 @@ FinetuneOptimiser: TypeAlias = Annotated[
 Damping: TypeAlias = Annotated[
     float | None,
     Range(0, 1, "]"),
-    "Share of the way that a client's factor goes to its new value, in (0, 1]; None for 1 / J, by "
-    "which J clients at once never overshoot. 1 is for cohorts of one.",
+    "Share of the way, in natural parameters, that a client's factor goes to its new value, in "
+    "(0, 1]; None for 1 / J, by which J clients at once never overshoot. 1 is for cohorts of one.",
 ]
 Strength: TypeAlias = Annotated[float, AT_LEAST_0]
 Kept: TypeAlias = Annotated[

@@ -4,7 +4,7 @@ data or several models.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
@@ -850,7 +850,7 @@ class Neighbours:
 
     Args:
         k: Number of rows that count; all where a client has fewer.
-        scale: By which the distances are divided.
+        scale: Number by which distances are divided.
         share: Share lam of the rows in the prediction; None to choose one for all clients on their
             validation data.
 
@@ -883,54 +883,42 @@ class Neighbours:
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
-        leaves = algorithm.leaves(algorithm.parts, view)
-        features: Any = algorithm.features(leaves, data["x"])[0]
+        features: Any = algorithm.features(algorithm.leaves(algorithm.parts, view), data["x"])[0]
         return self.restored(algorithm, view, {"features": features, "labels": data["y"]})
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the features and labels of the client's rows, see `StoredPredictor`."""
-        return fitted.state
+        return fitted.args[-1]
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor by its rows' features, see `StoredPredictor`."""
-        return _Voting(self, algorithm, view, tensors)
+        return partial(self._predict, algorithm, view, tensors)
 
-
-@dataclass(frozen=True)
-class _Voting:
-    """One client's predictor.
-
-    Args:
-        rule: The rule.
-        algorithm: The method.
-        view: The client's view.
-        state: Its rows' `features` [n, F] and `labels` [n].
-    """
-
-    rule: Neighbours
-    algorithm: "Algorithm"
-    view: View
-    state: Tensors
-
-    def __call__(
-        self, x: Inputs, *, value: Any = None, noise: Tensor | None = None, plain: bool = False
+    def _predict(
+        self,
+        algorithm: "Algorithm",
+        view: View,
+        rows: Tensors,
+        x: Inputs,
+        *,
+        value: Any = None,
+        noise: Tensor | None = None,
+        plain: bool = False,
     ) -> Tensors:
         """Return the predictions at `x`; with `plain`, the model's alone."""
-        algorithm = self.algorithm
-        leaves = algorithm.leaves(algorithm.parts, self.view)
-        features, outputs = algorithm.features(leaves, x)
-        share = 0.0 if plain else self.rule.grid[0] if value is None else value
+        features, outputs = algorithm.features(algorithm.leaves(algorithm.parts, view), x)
+        share = 0.0 if plain else self.grid[0] if value is None else value
         lam = torch.as_tensor(share, dtype=outputs.dtype, device=outputs.device)[..., None, None]
-        mixed = lam * self.votes(features, outputs) + (1 - lam) * outputs.softmax(-1)
+        mixed = lam * self._votes(rows, features, outputs) + (1 - lam) * outputs.softmax(-1)
         found = algorithm.likelihood.predictive(mixed.log().unsqueeze(-3))
         return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
 
-    def votes(self, features: Any, outputs: Tensor) -> Tensor:
-        """Return p_kNN [N, O] at features [N, F]."""
-        held, labels = self.state["features"].to(features), self.state["labels"]
+    def _votes(self, rows: Tensors, features: Any, outputs: Tensor) -> Tensor:
+        """Return p_kNN [N, O] at features [N, F] by rows' `features` [n, F] and `labels` [n]."""
+        held, labels = rows["features"].to(features), rows["labels"]
         apart = torch.cdist(features, held).square() / features.shape[-1]
-        near, places = apart.topk(min(self.rule.k, len(labels)), largest=False)
-        weights = (-near / self.rule.scale).softmax(-1)
+        near, places = apart.topk(min(self.k, len(labels)), largest=False)
+        weights = (-near / self.scale).softmax(-1)
         return torch.zeros_like(outputs).scatter_add(-1, labels[places], weights)
 
 

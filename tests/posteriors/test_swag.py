@@ -19,14 +19,17 @@ def test_mean_and_covariance_of_the_iterates(rank: int):
     x, y = torch.randn(N, 2, generator=rng).double(), torch.randn(N, generator=rng).double()
     model = nn.Linear(2, 1).double()
     batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, N, 8)]
-    given = {"precision": PRIOR, "likelihood": Gaussian(), "warmup": 6, "averages": 12, "thin": 2}
     drawn = bf.posteriors.swag(
         model,
         batches,
-        rank=rank,
+        precision=PRIOR,
+        likelihood=Gaussian(),
         draws=200_000,
+        warmup=6,
+        averages=12,
+        thin=2,
+        rank=rank,
         optimiser=SGD(RATE, momentum=0.5),
-        **given,
     )
     steps = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
     means, iterates = [], []
@@ -40,13 +43,11 @@ def test_mean_and_covariance_of_the_iterates(rank: int):
         if step >= 6 and step % 2:
             iterates.append(parameters_to_vector(model.parameters()).detach())
             means.append(torch.stack(iterates).mean(0))
-    all_of_them = torch.stack(iterates)
     away = torch.stack([w - m for w, m in zip(iterates, means, strict=True)])[-rank:]
-    wanted = all_of_them.var(0, correction=0).diag() / 2
+    wanted = torch.stack(iterates).var(0, correction=0).diag() / 2
     if rank > 1:
         wanted = wanted + away.T @ away / (2 * (len(away) - 1))
     mean, _ = drawn.moments()
-    assert len(iterates) == 12
     assert_close(mean, means[-1], atol=4 * float(wanted.diagonal().max().sqrt()) / 450, rtol=0)
     assert_close(drawn.covariance(), wanted, atol=0.015 * float(wanted.max()), rtol=0.02)
 

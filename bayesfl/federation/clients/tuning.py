@@ -90,7 +90,7 @@ class Tuning:
             raise ValueError(f"no client has validation data, on which {tunes} is chosen")
         losses = total["nll"].where(total["n_broken"] == 0, torch.inf)
         best = largest_alike(losses, total["products"], examples)
-        if best == 0 and grid[0]:  # 0 is the end of what there is
+        if best == 0 and grid[0]:  # nothing is below 0
             warn(
                 f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do "
                 "not bound it; hold more of them back, or give a number",

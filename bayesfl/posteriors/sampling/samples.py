@@ -155,11 +155,11 @@ class Samples:
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
     def verdict(self) -> str:
-        """Return in a line how far the chains can be relied on: the largest R-hat and the least
-        effective number of draws of all weights, and what to do where an R-hat is above 1.01 or
-        fewer than 100 draws of each chain count.
+        """Say in a line how far the chains can be relied on: the largest R-hat and the least
+        effective number of draws of all weights, and what to do where the one is above 1.01 or the
+        other below 100 for each chain.
 
-        Source: Vehtari et al., 2021, as of `diagnostics`, section 4.
+        Source: Vehtari et al., 2021, section 4; see `diagnostics`.
 
         Example:
             >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -173,8 +173,8 @@ class Samples:
         said = f"worst R-hat {worst:.2f}, least ESS {least:.0f} of {chains * draws}"
         if worst <= 1.01 and least >= 100 * chains:
             return said
-        remedy = "run longer, by warmup= and draws= or thin="
-        return f"{said}: " + (remedy if chains > 1 else f"take chains=4, and {remedy}")
+        more = "" if chains > 1 else "take chains=4, and "
+        return f"{said}: {more}run longer, by warmup= and draws= or thin="
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the draws into one file, whole or not at all; `Samples.load` reads it."""

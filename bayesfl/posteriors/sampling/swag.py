@@ -32,16 +32,16 @@ def swag(
     optimiser: Optimiser = SGD(1e-2, momentum=0.9),
     seed: Natural = 0,
 ) -> Samples:
-    """Draw from the Gaussian that has the mean of SGD's iterates, and half of their variances
-    beside half of the covariance of the last ones.
+    """Draw from the Gaussian with the mean of SGD's iterates, whose covariance is half their
+    variances plus half the covariance of the last ones.
 
-    With the mean m and the variances v of all iterates w_i, and the columns D of the last `rank`
-    deviations w_i - m_i, of the mean m_i up to then, a draw is
+    With the mean m and the variances v of all iterates w_i, and as columns of D the last `rank`
+    deviations w_i - m_i from the mean m_i up to then, a draw is
 
         m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2),      e, f standard normal.
 
-    Its width is the one in which SGD moves at this rate and batch size, which need not be the
-    posterior's; without batches there is next to none.
+    Its width is that of SGD's path at this rate and batch size, which need not be the posterior's;
+    without batches there is next to none.
 
     Maddox, Garipov, Izmailov, Vetrov, Wilson, "A simple baseline for Bayesian uncertainty in deep
     learning", NeurIPS 2019, algorithm 1.
@@ -57,7 +57,7 @@ def swag(
         likelihood: Distribution of y given the outputs; categorical by default.
         pattern: Which parameters are uncertain, a pattern over names such as `head.*`.
         draws: Number of draws.
-        warmup: Number of steps before the first iterate that counts.
+        warmup: Number of steps before the iterates count.
         averages: Number of iterates that count.
         thin: Number of steps from one of these to the next.
         rank: Number of the last ones that give covariances; all where there are fewer.
@@ -78,9 +78,9 @@ def swag(
         Samples(1 chain of 30 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
-    w, steps = target.loc.clone(), warmup + averages * thin
+    w, steps = target.loc, warmup + averages * thin
     state, batches = optimiser.init(w), target.batches(batch_size, seed)
-    mean, spread = torch.zeros_like(w), torch.zeros_like(w)  # sums of squares about the mean
+    mean = spread = torch.zeros_like(w)  # spread: the sum of squares about the mean
     last: list[Tensor] = []
     for step in range(steps):
         slope = target.slope(w, *next(batches))

@@ -320,7 +320,7 @@ class Integral:
             for _ in range(STEPS):
                 slope, curved = self.curvature(phi, z, safe=True)
                 move = curved.solved(slope)
-                live &= (slope * move).sum(-1) > 1e-18 + 1e-16 * best.abs()  # or rounding
+                live &= (slope * move).sum(-1) > 1e-18 + 1e-16 * best.abs()  # or is rounding
                 left = live.clone()
                 for _ in range(HALVINGS):
                     if not left.any():

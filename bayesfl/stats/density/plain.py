@@ -115,9 +115,9 @@ def groups_of(parameters: Sequence[Parameter]) -> Tensor:
     """Return which group each number [d] of own parameters may belong to: that of its place in the
     longest first dimension, -1 if its parameter has another one.
     """
-    most = max((one.free[0] for one in parameters if one.free), default=0)
+    most = max([1, *(one.free[0] for one in parameters if one.free)])
     parts = [
-        torch.arange(most).repeat_interleave(one.size // max(most, 1))
+        torch.arange(most).repeat_interleave(one.size // most)
         if one.free[:1] == (most,)
         else torch.full((one.size,), -1)
         for one in parameters
@@ -182,10 +182,9 @@ def densities(
                 ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
             with Unasked() if rows else nullcontext():
                 found: Any = log_density(ours, values, of.having(rows))
-            if np.ndim(found) or not isinstance(found, Tensor | float | np.floating):
+            if np.ndim(found):
                 raise ValueError(
-                    "log_density must return one number, as a sum over rows, not "
-                    f"{getattr(found, 'shape', None) or type(found).__name__}"
+                    f"log_density must return one number, as a sum over rows, not {found.shape}"
                 )
             return found + log_jacobian
 
