@@ -104,7 +104,7 @@ class Factors:
         return view | {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
-        """Return q without a client's factor: the federation's posterior without that client, except
+        """Return q without a client's factor: the federation's posterior without that client, but
         for what the others' factors have learnt from it.
 
         Args:
