@@ -124,7 +124,7 @@ CASES = (
     Case("fedamp", {"epochs": 2, "batch_size": 10, "lam": 0.4, "adapt_epochs": 3}),
     Case("pfedhn", {"steps": 4, "batch_size": 10, "hidden": 5, "layers": 2, "embedding": 3}),
     Case("pfedbayes", {"batches": 4, "inner_steps": 2, "batch_size": 10, "draws": 2, "beta": 0.7}),
-    Case("pvi", {"epochs": 2, "batch_size": 10, "draws": 2}),
+    Case("pvi", {"epochs": 2, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),
     Case("fedep", {"epochs": 2, "batch_size": 10}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
     Case(

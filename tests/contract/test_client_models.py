@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.composition.predictors import LinearisedLaplace
+from bayesfl.composition.predictors import LinearisedLaplace, Neighbours
 from bayesfl.data import FederatedData
 from tests.cases import CASES, Case, sampled
 from tests.federation.made import run
@@ -59,7 +59,9 @@ def test_a_run_is_loaded_without_data(case: Case, model, clients: FederatedData,
     )
     assert_close(loaded.server, result.server, atol=0, rtol=0)
     x, _ = clients.test.client(1)
-    if result.algorithm.finetune or isinstance(result.algorithm.predictor, LinearisedLaplace):
+    if result.algorithm.finetune or isinstance(
+        result.algorithm.predictor, LinearisedLaplace | Neighbours
+    ):
         with pytest.raises(
             ValueError,
             match=r"'client 1' needs its training data.*bf\.load\(path, algorithm, clients\)",
