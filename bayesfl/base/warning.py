@@ -1,7 +1,9 @@
-"""Warnings that show the line that called bayesfl."""
+"""Warnings that show the line that called bayesfl, and notes on what a user's function raises."""
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 OWN = ("bayesfl.", "contextlib", "torch.utils._contextlib")
 """Modules whose frames are skipped: the library's, and those of its decorators."""
@@ -13,3 +15,13 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OWN):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+@contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Add a note to whatever a user's function raises, which is passed on."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise

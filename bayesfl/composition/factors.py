@@ -44,7 +44,7 @@ class Factors:
         >>> factors = bf.Factors("w", precision=1.0)
         >>> q = {"loc": torch.zeros(2), "rho": factors.posterior.init(torch.zeros(2))["rho"]}
         >>> factor = {"precision": torch.zeros(2), "weighted": torch.zeros(2)}
-        >>> view = {"w": q, "factor": factor}  # of a client that has told nothing yet
+        >>> view = {"w": q, "factor": factor}  # of a client before its first round
         >>> [t.tolist() for t in factors.cavity(view)]
         [[1.0, 1.0], [0.0, 0.0]]
     """

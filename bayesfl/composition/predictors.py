@@ -50,6 +50,8 @@ HEAD = "own_head"
 """The name of the block of which each client has a Gaussian under `Heads`."""
 HIERARCHY, SCALED = "heads", "heads-scaled"
 """The names of the surveys that `Heads` needs."""
+EXACT = "donot_use_mm_for_euclid_dist"
+"""Differences before squares: the distances of near rows would be rounding otherwise."""
 SHARES = tuple(k / 20 for k in range(21))
 """Shares of a client's own rows that `Neighbours` tries on validation data."""
 PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
@@ -916,7 +918,7 @@ class Neighbours:
     def _votes(self, rows: Tensors, features: Any, outputs: Tensor) -> Tensor:
         """Return p_kNN [N, O] at features [N, F] by rows' `features` [n, F] and `labels` [n]."""
         held, labels = rows["features"].to(features), rows["labels"]
-        apart = torch.cdist(features, held).square() / features.shape[-1]
+        apart = torch.cdist(features, held, compute_mode=EXACT).square() / features.shape[-1]
         near, places = apart.topk(min(self.k, len(labels)), largest=False)
         weights = (-near / self.scale).softmax(-1)
         return torch.zeros_like(outputs).scatter_add(-1, labels[places], weights)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from bayesfl.base.warning import noted
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
 
@@ -53,11 +54,8 @@ def measured(
     for name, measure in measures.items():
         for j in np.flatnonzero(counts).tolist():
             own = slice(starts[j], starts[j] + counts[j])
-            try:
+            with noted(f"raised by the measure {name!r} for client {local.ids[j]}"):
                 out[name][j] = float(measure(local.predictions.at(own), local.labels[own]))
-            except Exception as error:  # a user's function may raise anything; it is passed on
-                error.add_note(f"raised by the measure {name!r} for client {local.ids[j]}")
-                raise
     return out
 
 

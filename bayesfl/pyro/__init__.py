@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bayesfl.base.options import Count, declared
+from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.pyro.program import Program
 from bayesfl.stats.asking import Sites
@@ -51,11 +52,8 @@ def densities(
     """
     sites, first = {}, None
     for name in sorted(rows):
-        try:
+        with noted(f"raised by the model at site {name!r}"):
             ours, local = Program.of(model, name, rows[name]).local(shared)
-        except Exception as error:  # whatever the model raises
-            error.add_note(f"raised by the model at site {name!r}")
-            raise
         first = first or (name, ours)
         if ours != first[1]:
             told = next((a, b) for a, b in zip(first[1], ours, strict=True) if a != b)

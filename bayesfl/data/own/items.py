@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named
+from bayesfl.base.warning import noted
 from bayesfl.data.own.stored import StoredRows
 
 AGAIN = 8
@@ -48,14 +49,11 @@ def items(
         return
 
     def row_of(i: int) -> StoredRows:
-        try:
+        with noted(f"in item {i} of {name}"):
             item: Any = dataset[i]
             if columns is None:
                 return _pair(item)
             return {key: _tensor(item[key])[None] for key in columns}
-        except Exception as error:
-            error.add_note(f"in item {i} of {name}")
-            raise
 
     one: StoredRows | None = None
     for place, i in enumerate(chosen):

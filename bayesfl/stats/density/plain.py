@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.density.integral import Density, Differences, Integral, Parts, Unasked
+from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
 from bayesfl.stats.density.local import Batch, Local, Rows, apart, batches
 from bayesfl.stats.density.parameters import Parameter, constrained
 from bayesfl.stats.density.posterior import Posterior, fitted
@@ -125,17 +127,6 @@ def groups_of(parameters: Sequence[Parameter]) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
-def _try(density: Density, name: str, *at: Tensor) -> None:
-    """Compute a site's log density once as it stands, so that torch's distributions look at the
-    rows, and name the site in what it raises.
-    """
-    try:
-        density(*at)
-    except Exception as error:
-        error.add_note(f"in log_density, of the rows of site {name!r}")
-        raise
-
-
 def _parameters(ranges: Mapping[str, Range], rows: Any) -> tuple[Parameter, ...]:
     found = []
     for name, given in ranges.items():
@@ -201,7 +192,9 @@ def densities(
 
         q, d = (sum(part.size for part in of) for of in (parameters, own))
         begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
-        _try(density, name, *begin)
+        # Once as it stands, so that torch's distributions look at the rows.
+        with noted(f"in log_density, of the rows of site {name!r}"):
+            partial(density, *begin)()
         if derivatives == "autograd":
             parts = Parts.of(density, *begin, groups_of(own))
             integral, alike = Integral(density, parts, begin[1][None], width=given.longest), given
