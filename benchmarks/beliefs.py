@@ -278,6 +278,13 @@ def with_body(fed: Federation) -> nn.Module:
     return bf.models.SplitModel(bf.models.mlp(3, hidden=(), outputs=1).head, head)
 
 
+def with_idle_body(fed: Federation) -> nn.Module:
+    """A linear model that is all head, after a body that passes the inputs on."""
+    body = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(body.weight)
+    return bf.models.SplitModel(body, linear(fed))
+
+
 def slope(fed: Federation) -> nn.Module:
     """A coefficient alone."""
     return bf.models.SplitModel(nn.Identity(), nn.Linear(1, 1, bias=False))
@@ -600,6 +607,12 @@ def heads(fed: Federation, result: Any) -> Belief:
     return Belief(padded(mean), padded(sd))
 
 
+def chains_of_heads(fed: Federation, result: Any) -> Belief:
+    """The mean and the spread of the chains of every client's head."""
+    draws = intercept_first(result.private["head"]["loc"])
+    return Belief(padded(draws.mean(-2)), padded(draws.std(-2, ddof=1)))
+
+
 def beliefs_of_q(fed: Federation, result: Any) -> Belief:
     """The clients' beliefs about all their weights, as the method holds them."""
     loc, variance = result.algorithm.blocks["q"].posterior.moments(result.private["q"])
@@ -686,6 +699,9 @@ LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
 FEDEM = partial(METHODS.fedem, components=2, optimiser=SGD(0.1))
 PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
+FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
+FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
+BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
 BY_COPY = Mixture("components", "pi", each=KNOWN)
 
 
@@ -730,6 +746,7 @@ OWN: dict[str, Way] = {
         60,
         ("pfedbayes",),
     ),
+    "fedpop": Way(trained(FEDPOP, chains_of_heads, model=with_idle_body), 60, ("fedpop",)),
     "pfedmap, Laplace of heads": Way(trained(METHODS.pfedmap, laplace_of_heads), 60, ("Laplace",)),
     "fedavg, heads": Way(trained(METHODS.fedavg, own_heads), 60, ("heads",)),
     "ditto, points": Way(trained(METHODS.ditto, points), 30),
@@ -770,6 +787,9 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
         "pvi": Way(at_product(predicting(PVI, LinearisedBelief()), predictions), count, ("pvi",)),
         "fedep": Way(
             at_product(predicting(FEDEP, LinearisedBelief()), predictions), count, ("fedep",)
+        ),
+        "fola": Way(
+            at_product(predicting(FOLA, LinearisedBelief()), predictions), count, ("fola",)
         ),
     }
 
@@ -819,6 +839,11 @@ WAYS: dict[str, dict[str, Way]] = {
     "network": {
         "nuts, all rows": Way(network_by_nuts, 20, ("nuts",)),
         **of_one_model(a_network, 60),
+        "bpfed": Way(
+            trained(predicting(BPFED, LinearisedBelief()), predictions, model=a_network),
+            60,
+            ("bpfed",),
+        ),
         **of_fedsi(a_network, FEDSI_NET, 20),
     },
     **{

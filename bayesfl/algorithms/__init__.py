@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from bayesfl.algorithms.apfl import apfl
+from bayesfl.algorithms.bpfed import bpfed
 from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedamp import fedamp
@@ -19,14 +20,17 @@ from bayesfl.algorithms.fedep import fedep
 from bayesfl.algorithms.fedpa import fedpa
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
+from bayesfl.algorithms.fedpop import fedpop
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
 from bayesfl.algorithms.fedrod import fedrod
 from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
+from bayesfl.algorithms.fola import fola
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.ifca import ifca
 from bayesfl.algorithms.irm import irm, irm_ft, irm_l2
 from bayesfl.algorithms.knn_per import knn_per
+from bayesfl.algorithms.l2gd import l2gd
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
 from bayesfl.algorithms.moon import moon
@@ -58,10 +62,14 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
+    "l2gd": (l2gd, "L2GD", "Hanzely, Richtárik, 2020"),
     "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
     "pfedhn": (pfedhn, "pFedHN", "Shamsian, Navon, Fetaya, Chechik, ICML 2021"),
     "pfedbayes": (pfedbayes, "pFedBayes", "Zhang et al., ICML 2022"),
+    "bpfed": (bpfed, "BPFed", "Chen, Liu, Cao, Zhang, 2023"),
+    "fedpop": (fedpop, "FedPop", "Kotelevskii, Vono, Moulines, Durmus, NeurIPS 2022"),
+    "fola": (fola, "FOLA", "Liu et al., TPAMI 2023"),
     "pvi": (pvi, "PVI", "Ashman et al., 2022"),
     "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
@@ -154,6 +162,7 @@ __all__ = [
     "Entry",
     "apfl",
     "available",
+    "bpfed",
     "clustered",
     "d_fedem",
     "ditto",
@@ -167,18 +176,21 @@ __all__ = [
     "fedpa",
     "fedpac",
     "fedper",
+    "fedpop",
     "fedprox",
     "fedrep",
     "fedrod",
     "fedsi",
     "fedsi_fac",
     "fedsi_full",
+    "fola",
     "group_dro",
     "ifca",
     "irm",
     "irm_ft",
     "irm_l2",
     "knn_per",
+    "l2gd",
     "lg_fedavg",
     "local",
     "moon",

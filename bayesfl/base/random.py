@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     SURVEY = 14
     EPOCHS = 15
     EVALUATION = 16
+    COMMON = 17
 
 
 class Stage(IntEnum):

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -79,6 +80,9 @@ class Algorithm:
             with a row for each client is [J, ...].
         broadcast: Names of `server`'s entries that every client receives besides the blocks; no
             other entry is sent to everyone.
+        drawn: {name: (generator) -> value} of what the server draws anew for each round, as a coin,
+            a mask or a number of steps: every client receives it, and `combine` finds it in the
+            server's state.
         address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C,
             ...]; a block named there is not sent to everyone.
         private: {name: start} of what one client keeps from round to round beyond the blocks.
@@ -132,6 +136,7 @@ class Algorithm:
     likelihood: Likelihood = field(default_factory=Categorical)
     server: Callable[[Server, int], Server] = lambda blocks, clients: {}
     broadcast: tuple[str, ...] = ()
+    drawn: Mapping[str, Callable[[np.random.Generator], Any]] = field(default_factory=dict)
     address: Callable[[Server, Tensor], View] = lambda server, ids: {}
     private: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
@@ -486,7 +491,17 @@ class Algorithm:
                 block.pool.start(entry, clients) if isinstance(block.pool, Mixed) else entry
             )
         like = torch.empty(0, dtype=dtype, device=device)
-        return state | self._more("server", self.server(state, clients), like)
+        state |= self._more("server", self.server(state, clients), like)
+        return self.redrawn(state, seed=seed, round=0)
+
+    def redrawn(self, server: Server, *, seed: int, round: int) -> Server:
+        """Return the server's state with what is drawn for a round, see `drawn`."""
+        values = {
+            name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
+            for index, (name, draw) in enumerate(self.drawn.items())
+        }
+        like = next(iter(server[block]["loc"] for block in self.blocks))
+        return server | self._more("drawn", values, like)
 
     def free(self, clients: int) -> Mapping[str, int]:
         """Return the dotted names of the server's tensors whose first axes may change their
@@ -583,7 +598,7 @@ class Algorithm:
         to each of `ids` [C], [C, ...].
 
         Everyone receives each block that is not private, unless it is addressed to single clients,
-        and the entries that `broadcast` names.
+        the entries that `broadcast` names, and what is drawn.
         """
         addressed = {
             name: {"loc": server[name]["each"][ids]}
@@ -603,7 +618,7 @@ class Algorithm:
             for name, block in self.blocks.items()
             if not block.private and name not in addressed
         }
-        return common | {name: server[name] for name in self.broadcast}, addressed
+        return common | {name: server[name] for name in (*self.broadcast, *self.drawn)}, addressed
 
     def to_one(self, server: Server) -> tuple[Server, View]:
         """Return what leaves the server for client 0 alone, see `share`; for shapes and starts."""

@@ -3,7 +3,7 @@ buffers, sent and kept as that block is.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -78,6 +78,7 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
             "module" if block.copies is None else partial(_values, values.detach().cpu().float())
         )
         pool = block.pool if isinstance(block.pool, Mean | Median | TrimmedMean | None) else Mean()
+        pool = replace(pool, sends=("loc",)) if isinstance(pool, Mean) else pool
         added[name + SUFFIX] = Buffers(
             tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start
         )

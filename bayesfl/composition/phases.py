@@ -37,9 +37,9 @@ class Phase(Protocol):
     """
 
     @property
-    def epochs(self) -> int | ClientEpochs:
-        """Return the number of passes over the client's data, or a function of the client; with no
-        batch size, of full-batch steps.
+    def epochs(self) -> int | ClientEpochs | str:
+        """Return the number of passes over the client's data, a function of the client, or the name
+        of a number that the client receives; with no batch size, of full-batch steps.
         """
         ...
 
@@ -114,9 +114,10 @@ class Descend:
 
     Args:
         energy: The objective, which also names the trained blocks.
-        epochs: Number of passes over the client's data, the last short batch included, or a
-            function of the client, see `ClientEpochs`; with `batch_size=None`, of full-batch steps.
-            Inside `Repeat`, the number of steps on the shared batch.
+        epochs: Number of passes over the client's data, the last short batch included, a function
+            of the client, see `ClientEpochs`, or the name of a number that everyone receives, see
+            `Algorithm(drawn=)`; with `batch_size=None`, of full-batch steps. Inside `Repeat`, the
+            number of steps on the shared batch.
         steps: Number of steps; if given, it replaces `epochs`.
         batch_size: Number of examples of a step; None for all of the client's.
         optimiser: Optimiser, whose state lasts as long as the phase within a round, inside `Repeat`
@@ -144,7 +145,7 @@ class Descend:
 
     energy: Energy
     _: KW_ONLY
-    epochs: Count | ClientEpochs = 1
+    epochs: Count | ClientEpochs | str = 1
     steps: Count | None = None
     batch_size: Count | None = None
     optimiser: Annotated[Optimiser, check_optimiser] = SGD()
@@ -311,6 +312,8 @@ class Once:
             `fn` would. They need `data`.
         kept: {name: start} of tensors that the client keeps from round to round for this phase
             alone.
+        normals: Names of blocks. A standard normal for each of their weights, [D], or [M, D] for
+            copies, is then in `batch["normals"]` by block.
         batched: Whether vmap can run `fn`.
 
     Example:
@@ -326,6 +329,7 @@ class Once:
     data: bool = False
     losses: tuple[str, ...] = ()
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    normals: tuple[str, ...] = ()
     batched: bool = True
     epochs = 1
     steps = None
@@ -336,8 +340,11 @@ class Once:
         algorithm.check_parts(self.losses)
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Return no noise, as nothing is drawn."""
-        return {}
+        """Return the noise of `normals`, see `Phase.noise`."""
+        return {
+            name: (1, (algorithm.blocks[name].copies or 1) * algorithm.layout(name).size)
+            for name in self.normals
+        }
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return the starts of `kept`, see `Phase.keeps`."""
@@ -357,7 +364,8 @@ class Once:
         noise: Noise,
     ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
-        return self.fn(algorithm, given, carry, batch)
+        normals = {name: algorithm.noise_of_copies(name, e[0]) for name, e in noise.items()}
+        return self.fn(algorithm, given, carry, batch | {"normals": normals} if noise else batch)
 
     def end(
         self, algorithm: Algorithm, carry: Carry, given: Server, view: View

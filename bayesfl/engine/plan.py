@@ -8,6 +8,7 @@ decreasing number of steps, so those still training in step t are a prefix of th
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.options import whole
-from bayesfl.base.protocols import Batch
+from bayesfl.base.protocols import Batch, Server
 from bayesfl.base.random import Purpose, Stage, generators, key
 from bayesfl.composition.phases import Once, Phase, Repeat, steps_on_batch
 from bayesfl.data import ClientData
@@ -29,19 +30,22 @@ DRAWS = 2**33
 """Number of draws that are kept for one call of a model, the first half for its body."""
 
 
-def passes(phase: Phase | Repeat, ids: np.ndarray, *, seed: int, round: int) -> np.ndarray:
+def passes(
+    phase: Phase | Repeat, ids: np.ndarray, given: Server, *, seed: int, round: int
+) -> np.ndarray:
     """Return the number of passes of each client in a round, [C].
 
     Args:
         phase: The phase.
         ids: Clients [C].
+        given: What every client received, which has the number that `epochs` may name.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
 
     Raises:
         ValueError: The phase's function returns no whole number of at least 1.
     """
-    epochs = phase.epochs
+    epochs = int(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
     if not callable(epochs):
         return np.full(len(ids), epochs)
     rngs = generators(seed, Purpose.EPOCHS, clients=ids, indices=np.zeros_like(ids), round=round)
@@ -56,6 +60,7 @@ class PhasePlan:
         phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
         ids: Clients [C]: their places in `split`, and in the addresses of their randomness.
+        given: What every client received, see `passes`.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
         stage: Training (the default), fine-tuning or adaptation.
@@ -74,6 +79,7 @@ class PhasePlan:
         phase: Phase | Repeat,
         split: ClientData,
         ids: np.ndarray,
+        given: Server = MappingProxyType({}),
         *,
         seed: int = 0,
         round: int = 0,
@@ -88,7 +94,7 @@ class PhasePlan:
         steps = (
             np.full(len(ids), phase.steps)
             if phase.steps
-            else (passes(phase, ids, seed=seed, round=round) * per_epoch)
+            else (passes(phase, ids, given, seed=seed, round=round) * per_epoch)
         )
         order = np.argsort(-steps, kind="stable")
         self.order = None if (np.diff(order) == 1).all() else order

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
@@ -20,6 +21,7 @@ from bayesfl.composition.phases import (
 )
 from bayesfl.engine.plan import passes
 
+ROUNDS = 200  # over which a drawn number of passes is averaged
 BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
 """What a client computes and sends in a round, as it is recorded, and decimals to show."""
 
@@ -29,7 +31,8 @@ def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0
 
     The steps of every phase of a round count, those on a batch of a `Repeat` each, and those of
     each copy of a block that the client trains; fine-tuning before predictions does not. Where the
-    epochs are a function of the client, those of the first round count.
+    epochs are a function of the client, those of the first round count, and where they are drawn,
+    their mean.
 
     Args:
         algorithm: The method.
@@ -63,7 +66,7 @@ def epochs(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> flo
             whole, rest = np.divmod(phase.steps, -(-sizes // size))  # whose last batches are short
             gone = np.mean(whole + rest * size / sizes)
         else:
-            gone = passes(phase, clients, seed=seed, round=0).mean()
+            gone = _passes(algorithm, phase, clients, seed).mean()
         total += float(gone) * _gradients(algorithm, phase)
     return total
 
@@ -116,8 +119,8 @@ def with_steps(
 def length(phase: Phase | Repeat) -> str:
     """Return how long a phase is, in words, as `5 epochs`."""
     number = phase.steps or phase.epochs
-    if callable(number):
-        return "epochs by client"
+    if not isinstance(number, int):
+        return "epochs by client" if callable(number) else "epochs by chance"
     unit = "epoch" if not phase.steps else "batch" if isinstance(phase, Repeat) else "step"
     return f"{number} {unit}{('es' if unit == 'batch' else 's') * (number > 1)}"
 
@@ -138,23 +141,33 @@ def _with_data(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(sizes), sizes[sizes > 0]
 
 
+def _passes(
+    algorithm: Algorithm, phase: Phase | Repeat, clients: np.ndarray, seed: int
+) -> np.ndarray:
+    """Return the number of passes of each client, [C]: in the first round, or for a number that is
+    drawn, the mean over `ROUNDS` rounds.
+    """
+    if not isinstance(phase.epochs, str):
+        return passes(phase, clients, {}, seed=seed, round=0)
+    start = algorithm.init(1)
+    drawn = [algorithm.redrawn(start, seed=seed, round=i)[phase.epochs] for i in range(ROUNDS)]
+    return np.full(len(clients), float(torch.stack(drawn).double().mean()))
+
+
 def _phase_steps(
     algorithm: Algorithm, phase: Phase | Repeat, counts: Sequence[int], seed: int
 ) -> float:
     """Return a phase's gradient steps, mean over clients that have data."""
     clients, sizes = _with_data(counts)
     batches = 1 if phase.batch_size is None else -(-sizes // phase.batch_size)
-    number = phase.steps or float(np.mean(passes(phase, clients, seed=seed, round=0) * batches))
+    number = phase.steps or float(np.mean(_passes(algorithm, phase, clients, seed) * batches))
     return number * _gradients(algorithm, phase)
 
 
 def _gradients(algorithm: Algorithm, phase: Phase | Repeat) -> float:
     """Return how many gradients a phase takes on each of its batches."""
     return sum(
-        min(
-            one.energy.trains or math.inf,
-            max(algorithm.blocks[name].copies or 1 for name in one.blocks),
-        )
+        min(one.energy.trains or math.inf, algorithm.copies(one.energy.parts) or 1)
         * (steps_on_batch(one) if isinstance(phase, Repeat) else 1)
         for one in unrolled(phase)
         if isinstance(one, Descend)

@@ -265,6 +265,7 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
     assert set(common) | set(addressed) <= {
         *algorithm.blocks,
         *algorithm.broadcast,
+        *algorithm.drawn,
         *algorithm.address(result.server, torch.arange(2)),
     }
 

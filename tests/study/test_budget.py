@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import passes
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
@@ -27,6 +28,11 @@ def seen(steps: int, size: int, counts: Any) -> float:
     return float(np.mean(gone))
 
 
+def steps_of_l2gd(round: int) -> int:
+    """Return how many steps on the data all clients take."""
+    return int(generator(2, Purpose.COMMON, round=round, index=1).geometric(0.4))
+
+
 BODY, HEAD, W = 144, 51, 195
 """Numbers of the network's parts, and of the whole."""
 EPOCHS, STEPS, WHOLE = "epochs", "steps", "whole"
@@ -35,7 +41,12 @@ TRAINS = {
         ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
     **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
-    **dict.fromkeys(("pvi", "fedep"), ((2, EPOCHS),)),
+    **dict.fromkeys(("pvi", "fedep", "fola"), ((2, EPOCHS),)),
+    # in the mean, of the numbers that are drawn
+    "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
+    "bpfed": ((6, STEPS),),
+    # both chains before the body moves, and then these and the body under both on each batch
+    "fedpop": (*((2, STEPS),) * 2, *((3, STEPS),) * 4),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
@@ -63,6 +74,10 @@ SENDS = {
     "fedbn": (W, W),
     "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
     "pfedbayes": (2 * W, 2 * W),  # means and deviations
+    "l2gd": (W, W + 2),  # and two numbers of steps
+    "bpfed": (2 * BODY, 2 * BODY),
+    "fedpop": (BODY + 2 * HEAD + 1,) * 2,  # both chains, and a variance
+    "fola": (2 * W, 2 * W + 1),  # and the number of clients
     **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the damping
     "pfedvem": (W + 1, W + 1),  # the scale
     "clustered": (W + 1, W),
@@ -124,7 +139,7 @@ def test_epochs_by_client_are_those_of_the_first_round(model: nn.Module, clients
 
     method, n = bf.algorithms.fedavg(model, epochs=drawn, batch_size=10), clients.train.counts
     ids = np.arange(len(n))
-    each = passes(method.phases[0], ids, seed=5, round=0)
+    each = passes(method.phases[0], ids, {}, seed=5, round=0)
     assert epochs(method, n, seed=5) == each.mean()
     assert gradient_steps(method, n, seed=5) == (each * np.ceil(n / 10)).mean()
     scaled, told = with_steps(method, 7, n)

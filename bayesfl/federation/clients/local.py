@@ -191,6 +191,7 @@ class Local:
                 phase,
                 self.train,
                 ids,
+                given,
                 seed=self.seed,
                 round=round,
                 stage=stage,

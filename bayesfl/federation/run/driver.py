@@ -150,6 +150,8 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
         FailedRound: The round failed in every attempt.
     """
     number, earlier = run.round + 1, 0
+    drawn = rules.algorithm.redrawn(run.server, seed=rules.settings.seed, round=run.round)
+    run = replace(run, server=drawn)
     while True:
         attempt = clients.attempt(run)
         try:
