@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from bayesfl.base.options import nearest
 from bayesfl.base.protocols import Tensors
@@ -25,6 +28,18 @@ from bayesfl.stats.density.plain import groups_of, in_double
 _LOCK = threading.RLock()
 MIDDLE = 15
 """Number of draws of the prior, at whose median the search begins."""
+
+
+class InDouble(TorchFunctionMode):
+    """Hold the numbers in distributions in float64: torch's gamma distribution rounds values to the
+    precision of its own parameters.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and options.get("dtype") is torch.float32:
+            options["dtype"] = torch.float64
+        return func(*args, **options)
 
 
 def _doubled(msg: Any) -> None:
@@ -52,7 +67,7 @@ class Program:
     def of(cls, model: Callable[..., Any], site: str, rows: Any) -> "Program":
         """Return the model at rows: a tuple of arguments, a mapping of named ones, or one."""
         model = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
-        return cls(model, site, (), {}).at(in_double(rows))
+        return cls(model, site, (), {}).at(_numbers(rows))
 
     def at(self, rows: Any) -> "Program":
         """Return the model at other rows."""
@@ -73,7 +88,7 @@ class Program:
         args, options = (given, options) if given or options else (self.args, self.options)
         in_float64 = pyro.poutine.messenger.Messenger()
         in_float64._pyro_post_sample = _doubled  # pyright: ignore
-        with _LOCK, pyro.get_param_store().scope(), in_float64:
+        with _LOCK, pyro.get_param_store().scope(), in_float64, InDouble():
             traced = pyro.poutine.trace(pyro.poutine.condition(self.model, values))
             found: Any = traced.get_trace(*args, **options).nodes
         if own := [name for name, node in found.items() if node["type"] == "param"]:
@@ -91,7 +106,7 @@ class Program:
         """Return the log density of each sample statement at values of all parameters."""
         from pyro.distributions.util import scale_and_mask
 
-        with Unasked():
+        with Unasked(), InDouble():
             return {
                 name: scale_and_mask(
                     node["fn"].log_prob(node["value"]), node["scale"], node["mask"]
@@ -119,7 +134,20 @@ class Program:
         """Return what is observed, by statement."""
         with torch.random.fork_rng(devices=[]):
             found = self.nodes({})
-        return {name: found[name]["value"].detach() for name in _observed(found)}
+        return {
+            name: found[name]["value"].detach()
+            for name in _observed(found)
+            if found[name]["value"].numel()  # which a `pyro.factor` has not
+        }
+
+    def made(self, values: Tensors) -> Tensors:
+        """Return what is `pyro.deterministic` at draws [S, ...] of all parameters, by name."""
+
+        def one(values: Tensors) -> Tensors:
+            with Unasked():
+                return {n: v["value"] for n, v in self.nodes(values).items() if _is_made(v)}
+
+        return vmap(one, randomness="different")(values)
 
     @cached_property
     def plates(self) -> dict[str, list[str]]:
@@ -145,6 +173,7 @@ class Program:
             options: The same, by name.
         """
         again = () if given or options else self.observed
+        given, options = _numbers((given, options))
         found = []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -262,7 +291,8 @@ class Program:
         except RuntimeError as error:
             raise self._error(
                 "it cannot be computed for many draws at once: what is done may not depend on a "
-                f"parameter's value, but by torch.where ({str(error).splitlines()[0]})"
+                "parameter's value, but by torch.where, nor write into a tensor, as Pyro's "
+                f"OrderedLogistic does ({str(error).splitlines()[0]})"
             ) from error
         if not torch.isclose(both[0], both[1], rtol=1e-9, equal_nan=True):
             raise self._error(
@@ -285,6 +315,11 @@ class Program:
 
     def _error(self, why: str) -> ValueError:
         return ValueError(f"the model at site {self.site!r}: {why}")
+
+
+def _numbers(rows: Any) -> Any:
+    """Return rows, of torch or NumPy, as tensors in float64."""
+    return in_double(tree_map_only(np.ndarray, torch.as_tensor, rows))
 
 
 def _is_made(node: Any) -> bool:

@@ -12,6 +12,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 import bayesfl as bf
+from bayesfl.stats.density.parameters import Parameter
 
 dist: Any = pyro.distributions  # whose methods of distributions have no types
 Y = torch.tensor([1.0, 2.0, 0.5, 1.5])
@@ -214,6 +215,106 @@ def test_predictions_and_likelihoods():
     assert "all of these: 8 rows left out in turn" in told
 
 
+def test_rows_to_predict_are_taken_as_those_of_the_fit():
+    """In float32, of NumPy; and more draws than the fit has."""
+
+    def sloped(x: Any, y: Any = None) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ slope), obs=y)
+
+    x = torch.tensor([[0.5, 1.0], [1.0, -1.0], [0.0, 2.0]])
+    d = torch.tensor([1.0, 0.0, 1.0])
+    rows = {"a": (x, d), "b": (x.numpy(), d.numpy())}
+    fit = bf.pyro.fit(sloped, rows, shared="slope")
+    assert fit.predict("a", x[:2])["y"].shape == (500, 2)
+    assert fit.predict("b", x.numpy(), draws=5000)["y"].shape == (5000, 3)
+
+
+def test_an_outcome_of_one_number_is_a_row_and_a_factor_is_none():
+    """For what is left out in turn, of which a factor tells nothing."""
+
+    def one(sigma: Tensor, y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        pyro.factor("more", -0.1 * mu**2)
+        pyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+    rows = {"a": (torch.tensor(2.0), Y[0]), "b": (torch.tensor(3.0), Y[1])}
+    fit = bf.pyro.fit(one, rows, shared=["mu"])
+    assert list(fit.pointwise("a")) == ["y"]
+    assert "a: 1 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)
+
+
+def test_what_is_deterministic_is_with_a_sites_own():
+    """Of draws and for ArviZ, where plates and dimensions do not share a name."""
+
+    def model(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        own = pyro.sample("own", dist.Normal(0.0, 1.0))
+        level = pyro.deterministic("level", mu + own)
+        with pyro.plate("site", len(y)):
+            pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+    fit = bf.pyro.fit(model, ROWS, shared=["mu"])
+    here = fit.local("b")
+    assert torch.allclose(here["level"], fit.draws["mu"] + here["own"])
+    assert {"level", "own"} == set(fit.sites().index.get_level_values(1))
+    data = fit.to_arviz()
+    assert data.posterior["level"].dims == ("chain", "draw", "site")
+    assert data.observed_data["y (a)"].dims == ("site (a)",)
+    assert list(data.posterior_predictive) == ["y (a)", "y (b)"]
+
+
+def test_ordered_vectors():
+    """Beside sums over a grid, as with cutpoints of an ordinal outcome."""
+    ordered = [dist.transforms.OrderedTransform()]
+
+    def model(y: Tensor) -> None:
+        base = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
+        cut = pyro.sample("cut", dist.TransformedDistribution(base, ordered))
+        pyro.sample("y", dist.Normal(cut, 1.0).to_event(1), obs=y)
+
+    y = torch.tensor([0.5, 0.8])
+    fit = bf.pyro.fit(model, {"a": y, "b": y + 0.2}, shared=["cut"])
+    z = torch.cartesian_prod(*[torch.linspace(-4, 4, 201).double()] * 2)
+    cut = torch.stack([z[:, 0], z[:, 0] + z[:, 1].exp()], 1)
+    logs = -(z.square() + (cut - y).square() + (cut - y - 0.2).square()).sum(1) / 2
+    weights = logs.softmax(0)
+    mean = weights @ cut
+    sd = (weights @ (cut - mean).square()).sqrt()
+    assert torch.allclose(fit.draws["cut"].mean(0), mean, atol=0.03)
+    assert torch.allclose(fit.draws["cut"].std(0), sd, rtol=0.05)
+    assert bool((fit.draws["cut"].diff(dim=1) > 0).all())
+    to = Parameter.of("cut", dist.constraints.ordered_vector, (2,)).map
+    assert torch.allclose(to.inv(to(z)), z)
+
+
+def test_numbers_in_distributions_are_in_double():
+    """torch's gamma distribution would round values to the precision of its parameters."""
+
+    def model(y: Tensor) -> None:
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    value = torch.tensor(0.1, dtype=torch.float64) + 1e-9
+    program = bf.pyro.program.Program.of(model, "a", torch.tensor(1.0))
+    found = program.log_probs({"rate": value})["rate"]
+    assert float(found) == pytest.approx(float(value.log() - value), abs=1e-13)
+
+
+def test_the_names_of_parameters_are_checked():
+    """Against sites that are made already, and against the entries of vectors."""
+    sites = bf.pyro.densities(normal, ROWS, shared=["mu"])
+    with pytest.raises(ValueError, match=r"shared=\['nu'\] differs from .*\['mu'\]"):
+        bf.pyro.fit(normal, sites, shared=["nu"])
+
+    def entry(y: Tensor) -> None:
+        pyro.sample("y", dist.Normal(pyro.sample("b[0]", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"'b\[0\]' has the form of an entry"):
+        bf.pyro.fit(entry, {"a": Y[0], "b": Y[1]}, shared=["b[0]"])
+
+
 class Bayesian(PyroModule):
     def __init__(self) -> None:
         super().__init__()
@@ -256,12 +357,14 @@ def grouped(groups: int, y: Any = None) -> None:
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 4)])
 def test_plates_for_arviz(counts: tuple[int, int]):
-    """Their names are those of dimensions; a parameter called as the dimension of sites stays."""
+    """Their names are those of dimensions; a parameter called as the dimension of sites gets
+    another name.
+    """
     rows = {name: (n, torch.ones(3, n)) for name, n in zip("ab", counts, strict=True)}
     data = bf.pyro.fit(grouped, rows, shared=["mu"]).to_arviz()
     for group, draws in (("posterior", 4000), ("prior", 500)):
         found = data[group]
-        assert found["site (b)"].shape == (1, draws)
+        assert found["site_"].dims == ("chain", "draw", "site")
         if counts[0] == counts[1]:
             assert found["level"].dims == ("chain", "draw", "site", "wards")
         else:

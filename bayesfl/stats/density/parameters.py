@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import biject_to, constraints
+from torch.distributions import Transform, biject_to, constraints
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.stats.terms import Number
@@ -37,8 +37,11 @@ class Parameter(Number):
         """Make it of a range of torch's.
 
         Raises:
-            ValueError: The range differs between entries, or no map leads to it.
+            ValueError: The range differs between entries, no map leads to it, or the name is that
+                of a vector's entry.
         """
+        if name.endswith("]"):
+            raise ValueError(f"{name!r} has the form of an entry of a vector; give it another name")
         made = cls(name, repr(support), tuple(shape))
         try:
             _ = made.map
@@ -92,12 +95,41 @@ def _range(node: ast.AST) -> Any:
     """Return the range that torch's text of it is about, of torch's own classes alone."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    kind = getattr(constraints, f"_{node.func.id}")  # pyright: ignore[reportAttributeAccessIssue]
+    name = f"_{node.func.id}"  # pyright: ignore[reportAttributeAccessIssue]
+    kind = _OrderedVector if name == "_OrderedVector" else getattr(constraints, name)
     if not issubclass(kind, constraints.Constraint):
         raise ValueError(ast.unparse(node))
     return kind(
         *map(_range, node.args), **{str(one.arg): _range(one.value) for one in node.keywords}
     )
+
+
+class _OrderedVector(constraints.Constraint):
+    """Pyro's range of increasing vectors."""
+
+    event_dim = 1
+
+
+@biject_to.register(_OrderedVector)
+class _ToOrdered(Transform):
+    """Map the first entry and the logarithms of the gaps to increasing vectors, out of place."""
+
+    domain = constraints.real_vector
+    codomain = _OrderedVector()
+    bijective = True
+
+    def __init__(self, support: Any) -> None:
+        super().__init__()
+
+    def _call(self, x: Tensor) -> Tensor:
+        return torch.cat([x[..., :1], x[..., 1:].exp()], -1).cumsum(-1)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return torch.cat([y[..., :1], y.diff(dim=-1).log()], -1)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the log of the gaps' product."""
+        return x[..., 1:].sum(-1)
 
 
 def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:

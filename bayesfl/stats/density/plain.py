@@ -159,7 +159,7 @@ def densities(
             a density reveals, for which the owner of the rows answers.
 
     Raises:
-        ValueError: A range has no map from all numbers.
+        ValueError: A range has no map from all numbers, or a name is in both `shared` and `local`.
 
     Example:
         >>> import torch
@@ -171,6 +171,8 @@ def densities(
         >>> sites.names, sites.columns
         (('a', 'b'), ('mu',))
     """
+    if both := sorted({*shared} & {*(local or {})}):
+        raise ValueError(f"{both} are in shared= and in local=; leave them in one")
     parameters = _parameters(shared, None)
     sites = {}
     for name, one in rows.items():

@@ -29,6 +29,7 @@ from torch.func import grad, vmap
 from bayesfl.base.options import Count
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import weighted
 from bayesfl.stats.asking import Questions, Sites, counted, used_rows
@@ -94,16 +95,29 @@ class Posterior(Refits):
         return summaries(entries(self.draws), level)
 
     def local(self, site: str) -> Tensors:
-        """Return draws of a site's own parameters by name, [S, ...], draw by draw beside `draws`.
+        """Return draws of a site's own parameters, and of what a Pyro model makes of them by
+        `pyro.deterministic`, by name, [S, ...], draw by draw beside `draws`.
 
         Raises:
             ValueError: The site is not on this machine.
         """
+        self._check_here(site)
+        return self._made([site])[site]
+
+    def _made(self, sites: Sequence[str]) -> dict[str, Tensors]:
+        """Return draws of the own parameters of some sites, and of what is made of them."""
+        found = self._own(sites)
+        programs = {site: self.here[site].program for site in found}
+        return {
+            site: own | (one.made(self.draws | own) if (one := programs[site]) else {})
+            for site, own in found.items()
+        }
+
+    def _check_here(self, site: str) -> None:
         if site not in self.here:
             raise ValueError(
                 f"the parameters of {site!r} stay at the site; here are those of {list(self.here)}"
             )
-        return self._own([site])[site]
 
     def _own(self, sites: Sequence[str]) -> dict[str, Tensors]:
         """Return draws of the own parameters of some sites; see `local`."""
@@ -125,7 +139,7 @@ class Posterior(Refits):
         """
         found = {
             (site, name): draws
-            for site, own in self._own(list(self.here)).items()
+            for site, own in self._made(list(self.here)).items()
             for name, draws in entries(own).items()
         }
         return summaries(found, level)
@@ -143,12 +157,11 @@ class Posterior(Refits):
         Raises:
             ValueError: The site is not on this machine, or has no Pyro model.
         """
-        found = self.local(site)
+        self._check_here(site)
         if self.here[site].program is None:
             raise ValueError("a plain density cannot predict; take draws and local() yourself")
-        values = {
-            name: t[:: len(self.phi) // draws][:draws] for name, t in (self.draws | found).items()
-        }
+        which = torch.arange(draws) * len(self.phi) // draws
+        values = {name: t[which] for name, t in (self.draws | self._own([site])[site]).items()}
         return self.here[site].program.predicted(values, self.seed, draws, *rows, **named)
 
     def compare(self, other: "Posterior") -> str:
@@ -174,10 +187,12 @@ class Posterior(Refits):
             f"B: {other.model}",
             f"log Bayes factor of A over B {self.evidence - other.evidence:.4f} nats",
         ]
+        here, there = self.here, other.here
         both = [
             name
-            for name in self.here
-            if name in other.here and self.here[name].program and other.here[name].program
+            for name in here
+            if name in other.here
+            and all(one.program and one.program.observed for one in (here[name], there[name]))
         ]
         apart = {site: self._left_out(site) - other._left_out(site) for site in both}
         if len(both) > 1:
@@ -194,7 +209,7 @@ class Posterior(Refits):
         """Return the log density of each row of a site given the others, [n], in nats."""
         import arviz
 
-        logs = torch.cat([t.flatten(1) for t in self.pointwise(site).values()], 1).numpy()
+        logs = torch.cat([t.reshape(len(t), -1) for t in self.pointwise(site).values()], 1).numpy()
         found, _ = arviz.psislw(-logs.T)
         return np.asarray(np.logaddexp.reduce(found + logs.T, axis=1))
 
@@ -202,7 +217,7 @@ class Posterior(Refits):
         """Return the log likelihood of each row of a site at the draws, {statement: [S, ...]}, in
         nats.
         """
-        return self.here[site].program.pointwise(self.draws | self.local(site))
+        return self.here[site].program.pointwise(self.draws | self._own([site])[site])
 
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: shared parameters, those of each site on this
@@ -216,15 +231,17 @@ class Posterior(Refits):
         dims: dict[str, list[str]] = {}
         drawn: dict[str, Tensors] = {}
         programs = {site: one.program for site, one in self.here.items() if one.program is not None}
-        own = self._own(list(self.here))
-        groups = {"posterior": self.draws | self._joined(own, dims)}
+        own = self._made(list(self.here))
+        groups = {"posterior": _apart(self.draws) | self._joined(own, dims)}
         if programs:
-            first = next(iter(programs.values())).predicted({}, self.seed, PREDICTIONS)
+            one = next(iter(programs.values()))
+            dims |= {n: [*_apart(one.plates[name])] for name in self.draws for n in _apart([name])}
+            first = one.predicted({}, self.seed, PREDICTIONS)
             prior = {name: first[name] for name in self.draws}
             drawn = {
                 site: one.predicted(prior, self.seed, PREDICTIONS) for site, one in programs.items()
             }
-            groups["prior"] = prior | self._joined(
+            groups["prior"] = _apart(prior) | self._joined(
                 {site: {n: t[n] for n in own[site]} for site, t in drawn.items()}, dims
             )
         for site, program in programs.items():
@@ -237,7 +254,9 @@ class Posterior(Refits):
                 ("log_likelihood", self.pointwise(site)),
                 ("posterior_predictive", self.predict(site, draws=PREDICTIONS)),
             ):
-                groups.setdefault(kind, {}).update({f"{n} ({site})": t for n, t in found.items()})
+                groups.setdefault(kind, {}).update(
+                    {f"{n} ({site})": found[n] for n in program.observed}
+                )
         arrays: dict[str, Any] = {
             kind: {n: (t if kind == "observed_data" else t[None]).numpy() for n, t in of.items()}
             for kind, of in groups.items()
@@ -255,10 +274,10 @@ class Posterior(Refits):
                 site: program.plates[name] if (program := self.here[site].program) else []
                 for site in each
             }
-            alike = len(each) == len(own) and len({t.shape for t in each.values()}) == 1
-            if alike and name != "site":  # which is the dimension
-                found[name] = torch.stack([*each.values()], 1)
-                dims[name] = ["site", *next(iter(plates.values()))]
+            if len(each) == len(own) and len({t.shape for t in each.values()}) == 1:
+                (free,) = _apart([name])
+                found[free] = torch.stack([*each.values()], 1)
+                dims[free] = ["site", *_apart(next(iter(plates.values())))]
             else:
                 for site, t in each.items():
                     found[f"{name} ({site})"] = t
@@ -274,6 +293,13 @@ class Posterior(Refits):
             "k-hat of sites' integrals at most": f"{self.integrals[worst]:.2f} ({worst})",
             "log evidence": self.evidence,
         }
+
+
+def _apart(names: Any) -> dict[str, Any]:
+    """Return values by names, or names, none of which is a dimension of ArviZ's or `site`."""
+    values = names if isinstance(names, Mapping) else dict.fromkeys(names)
+    taken = ("chain", "draw", "site")
+    return {f"{name}_" if name in taken else name: value for name, value in values.items()}
 
 
 def fitted(
@@ -315,7 +341,10 @@ def fitted(
     def ours(phi: Tensor) -> Tensor:
         values, log_jacobian = constrained(parameters, phi)
         with Unasked():
-            return log_jacobian if prior is None else log_jacobian + prior(values)
+            if prior is None:
+                return log_jacobian
+            with noted("in prior=, which returns one number, a tensor []"):
+                return log_jacobian + prior(values).reshape(())
 
     def target(phi: Tensor, order: int) -> list[Tensor]:
         told = asked.conduct(Marginals(j, q, order, {"phi": phi}))

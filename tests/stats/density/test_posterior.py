@@ -134,6 +134,22 @@ def test_a_density_is_one_number():
         bf.stats.posterior(density, {"a": torch.ones(3)}, shared={"mu": constraints.real})
 
 
+def test_names_and_priors_are_checked():
+    """A name in both places, and a prior that is no number."""
+
+    def log_density(shared: Any, own: Any, rows: Any) -> Tensor:
+        return Normal(shared["mu"], 1.0).log_prob(rows).sum()
+
+    rows = {"a": torch.zeros(2), "b": torch.ones(2)}
+    real: Any = {"mu": constraints.real}
+    with pytest.raises(ValueError, match=r"\['mu'\] are in shared= and in local="):
+        bf.stats.posterior(log_density, rows, shared=real, local=real)
+    prior: Any = lambda shared: shared["mu"].expand(2)  # noqa: E731
+    with pytest.raises(RuntimeError) as raised:
+        bf.stats.posterior(log_density, rows, shared=real, prior=prior)
+    assert raised.value.__notes__ == ["in prior=, which returns one number, a tensor []"]
+
+
 def test_ragged_own_parameters():
     """A shape that depends on rows; blocks are found by themselves."""
 
