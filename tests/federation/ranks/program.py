@@ -209,7 +209,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "private, own secret": private,
     "calibrated": calibrated,
     "laplace": lambda: told(run(fedavg()).laplace()),
-    "heads": lambda: told(run(bf.with_heads(fedavg()))),
+    "heads": lambda: told(run(bf.with_heads(fedavg()), evaluate_every=2)),
     "tuned": lambda: told(
         bf.simulate(
             bf.algorithms.fedsi_full(
