@@ -8,43 +8,22 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import bayesfl as bf
-from bayesfl.base.archive import digest_of_tensors
-from bayesfl.base.trees import flatten, nest
-from bayesfl.data import FederatedData
+from bayesfl.base.trees import nest
 from bayesfl.federation.run.result import Result
 from bayesfl.flower import Deployed, load
+from tests.contract.asked import CHOSEN, STEPS, clients, digest, network
 from tests.flower.made import deploy, grid_of, predictions, private
 
 RECORDED = Path(__file__).with_name("after.json")
 OPTIONS: dict[str, Any] = {"rounds": 1, "seed": 3, "dtype": torch.float64}
-STEPS = (bf.calibration.Temperature(), bf.calibration.Bias(), bf.calibration.Conformal())
-CHOSEN = (bf.calibration.Choice(), bf.calibration.Abstention(risk=0.6))
-
-
-@cache
-def clients(count: int = 3) -> FederatedData:
-    """Clients with rows for every question."""
-    rng = torch.Generator().manual_seed(0)
-    xs = [torch.randn(60 + 20 * j, 4, generator=rng) for j in range(count)]
-    rules = [torch.tensor([1.0, -1.0, 0.5, 0.0]) + 0.5 * torch.randn(4, generator=rng) for _ in xs]
-    ys = [(x @ rule > 0).long() for x, rule in zip(xs, rules, strict=True)]
-    return bf.data.from_arrays(xs, ys, validation=0.3, calibration=0.2)
-
-
-def network() -> torch.nn.Module:
-    """The same network each time."""
-    torch.manual_seed(0)
-    return bf.models.mlp(4, hidden=3, outputs=2)
 
 
 def fedavg(predictor: Any = None) -> bf.Algorithm:
@@ -65,12 +44,6 @@ METHODS: dict[str, Callable[[], bf.Algorithm]] = {
     "plain": lambda: bf.algorithms.fedavg_ft(network(), epochs=1, batch_size=20, finetune_epochs=1),
 }
 """A tuned number after fine-tuning, pooled curvature, a tuned number without, and neither."""
-
-
-def digest(tensors: Any) -> str:
-    """The first digits of the digest of a nest's tensors."""
-    found = {name: t.cpu() for name, t in flatten(tensors).items() if isinstance(t, Tensor)}
-    return digest_of_tensors("", found)[:12]
 
 
 def told(result: Result, aggregation: Any = None) -> dict[str, str]:

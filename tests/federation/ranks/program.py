@@ -8,22 +8,22 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
 import torch
 
 import bayesfl as bf
 from bayesfl.base.processes.ranks import LostRankError, current
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
-from bayesfl.stats.asking import Sums
-from tests.cases import CASES, federation
-from tests.contract.test_after import CHOSEN, STEPS, digest, network
-from tests.contract.test_after import clients as asked
+from tests.cases import CASES
+from tests.cases import federation as made_up
+from tests.contract.asked import CHOSEN, STEPS, digest, network
+from tests.contract.asked import clients as asked
 
 ENGINE = bf.Engine(chunk=2, workers=1)
 """Seven clients are four chunks."""
@@ -31,6 +31,7 @@ TAKEN: Counter[Any] = Counter()
 """How often each client of a case has stepped at this rank, and each site has answered."""
 FOLDER: list[str] = []
 """The folder of files, which all ranks see."""
+federation = cache(made_up)
 
 
 def run(method: bf.Algorithm, **options: Any) -> Result:
@@ -85,7 +86,7 @@ def few(below: Any, rounds: int) -> Result:
 def adapted() -> Any:
     """New clients, by a method that adapts them."""
     result = run(bf.algorithms.pfedvem(model(), head_epochs=1, body_epochs=1, batch_size=8))
-    return told(result.adapt(federation()))
+    return told(result.adapt(made_up()))
 
 
 def stopped() -> Any:
@@ -130,6 +131,10 @@ def private() -> Any:
 
 def surveyed() -> Any:
     """Sums over rows, regressions, and an error of one site; each site answers at one rank."""
+    import pandas as pd  # here, since programs of ranks that ask nothing start sooner without it
+
+    from bayesfl.stats.asking import Sums
+
     rng, own = np.random.default_rng(0), Sums.of_site
     frames = {
         name: pd.DataFrame({"dose": rng.normal(size=n), "age": rng.normal(size=n)})
@@ -140,7 +145,7 @@ def surveyed() -> Any:
     def fitted(terms: list[str], family: Any = "binomial") -> Any:
         return bf.stats.glm(bf.stats.tables(ill, outcome="ill", terms=terms), family=family)
 
-    def counted(self: Sums, state: Any, site: Any, place: int) -> Any:
+    def counted(self: Any, state: Any, site: Any, place: int) -> Any:
         TAKEN[site.name] += 1
         return own(self, state, site, place)
 
@@ -204,7 +209,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "private, own secret": private,
     "calibrated": calibrated,
     "laplace": lambda: told(run(fedavg()).laplace()),
-    "heads": lambda: told(run(bf.with_heads(fedavg()))),
+    "heads": lambda: told(run(bf.with_heads(fedavg()), evaluate_every=2)),
     "tuned": lambda: told(
         bf.simulate(
             bf.algorithms.fedsi_full(
@@ -230,7 +235,10 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "failed": failed,
     "surveyed": surveyed,
 }
-METHODS = {str(case): lambda case=case: told(run(case(model()))) for case in CASES}
+METHODS = {
+    str(case): lambda case=case: told(run(case(model()), evaluate_every=2)) for case in CASES
+}
+"""The special cases evaluate after each round."""
 EVERY = SPECIAL | METHODS
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,17 @@ and of what they write.
 """
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a case says on one process, which is run once."""
+
+    @cache
+    def found(name: str) -> Any:
+        return program.found([name], str(tmp_path_factory.mktemp("alone")))[name]
+
+    return found
+
+
 @pytest.mark.parametrize(
     ("names", "ranks", "near"),
     [
@@ -52,7 +65,11 @@ and of what they write.
     ids=["special cases, one machine", "methods, three machines"],
 )
 def test_ranks_have_the_bits_of_one_process(
-    names: list[str], ranks: int, near: int | None, tmp_path: Path
+    names: list[str],
+    ranks: int,
+    near: int | None,
+    alone: Callable[[str], Any],
+    tmp_path: Path,
 ):
     """Faults, secure sums, privacy, what is fitted after training, callbacks, files, errors, and
     every method, whose client steps on all ranks are those of one process; the ranks name a call
@@ -60,11 +77,11 @@ def test_ranks_have_the_bits_of_one_process(
     """
     file = tmp_path / "said"
     made = torchrun(ranks, "-m", "tests.federation.ranks.program", str(file), *names, near=near)
-    alone = program.found(names, str(tmp_path / "alone"))
+    single = {name: alone(name) for name in names}
     output, _ = made.communicate(timeout=600)
     assert made.returncode == 0, output[-5000:]
     several = [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
-    for name, one in alone.items():
+    for name, one in single.items():
         assert [each[name]["said"] for each in several] == [one["said"]] * ranks, name
         if name not in program.SPECIAL or name == "surveyed":
             steps = [Counter(each[name]["steps"]) for each in several]

@@ -6,7 +6,7 @@ import torch
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.calibration import Bias, Conformal, Step, Temperature
+from bayesfl.evaluation.calibration import Conformal, Step, Temperature
 
 CLIENTS, SEED = 2, 3
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def method(name: str) -> bf.Algorithm:
 
 def steps(name: str) -> tuple[Step, ...]:
     """How its predictions are calibrated after training."""
-    return (Temperature(strength=5.0), Bias(), Conformal()) if name == "ditto" else ()
+    return (Temperature(strength=5.0), Conformal()) if name == "ditto" else ()
 
 
 def federation() -> FederatedData:
