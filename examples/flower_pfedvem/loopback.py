@@ -302,7 +302,7 @@ class Loopback:
             lambda: self.status(run).startswith("finished"),
             f"run {run} to end",
             seconds=seconds,
-            pause=5.0,
+            pause=10.0,
         )
         return self.status(run)
 
