@@ -81,13 +81,13 @@ def apfl(
         rate = rate_at(optimiser.rate, given["round"], given["rounds"])
         moved, _ = optimiser.update(v, share * slope, None, rate)
         learned = (share - rate * (slope @ (v - view["w"]["loc"]))).clamp(0, 1)
-        return view | {"v": {"loc": moved}, "alpha": learned if adaptive else share}
+        return {"v": {"loc": moved}, "alpha": learned if adaptive else share}
 
     def interpolate(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": {"loc": between(view)}}
+        return {"v": {"loc": between(view)}}
 
     def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": view["w"]}
+        return {"v": view["w"]}
 
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=optimiser)
     inner = (Once(own_step, data=True), step)

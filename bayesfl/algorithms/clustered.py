@@ -105,7 +105,7 @@ def clustered(
             ]
         )
         chosen = torch.where(view["known"] < 0, total.argmin(), view["known"])
-        return view | {
+        return {
             "w": {"loc": view["models"].index_select(0, chosen.view(1)).squeeze(0)},
             "joined": chosen,
         }

@@ -120,7 +120,7 @@ def fedem(
     uniform = torch.full((components,), 1 / components)
 
     def adapt(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {
+        return {
             "pi": mixture.fit_weights(data["losses"], data["weight"], iterations=adapt_iterations)
         }
 
@@ -165,7 +165,7 @@ def fedem(
 def e_step(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Infer from which component each example comes, q [N, M], and pi_j as their mean."""
     q, _ = mixture.responsibilities(view["pi"], data["losses"])
-    return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
+    return {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
 
 
 def responsibility(given: Server, view: View, batch: Batch) -> Tensor:

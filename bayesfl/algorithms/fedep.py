@@ -87,4 +87,4 @@ def fedep(
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Start a client's weights at the federation's mean."""
-    return view | {"v": {"loc": view["w"]["loc"]}}
+    return {"v": {"loc": view["w"]["loc"]}}

@@ -75,12 +75,12 @@ def fedpa(
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         loc = view["w"]["loc"]
-        return view | {"samples": loc.new_zeros(samples, len(loc))}
+        return {"samples": loc.new_zeros(samples, len(loc))}
 
     def add(place: int, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         share = torch.zeros_like(view["samples"][:, :1])
         share[place] = 1 / average
-        return view | {"samples": view["samples"] + share * view["w"]["loc"]}
+        return {"samples": view["samples"] + share * view["w"]["loc"]}
 
     def correct(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if given["round"] < fedavg_rounds:
@@ -92,7 +92,7 @@ def fedpa(
             rho = 1 / (1 + (samples - 1) * shrinkage)
             inner = away @ away.T + rho / (1 - rho) * (samples - 1) * torch.eye(samples).to(away)
             delta = (delta - away.T @ torch.linalg.solve(inner, away @ delta)) / rho
-        return view | {"w": {"loc": sent - delta.to(sent)}}
+        return {"w": {"loc": sent - delta.to(sent)}}
 
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=optimiser)
     warm = Descend(

@@ -188,12 +188,12 @@ def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> 
     h = share.unsqueeze(-1) * means
     variance = ((share * squares).sum() - h.square().sum()).clamp_min(0) / counts.sum()
     target = torch.where(given["seen"].unsqueeze(-1), given["centroids"], means)
-    return view | {"counts": counts, "h": h, "variance": variance, "target": target}
+    return {"counts": counts, "h": h, "variance": variance, "target": target}
 
 
 def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Compute the classes' mean features under the body after training: step 4."""
-    return view | {"centroids": moments(algorithm, view, data, len(given["seen"]))[1]}
+    return {"centroids": moments(algorithm, view, data, len(given["seen"]))[1]}
 
 
 def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
@@ -264,4 +264,4 @@ def join_newcomer(algorithm: Algorithm, given: Server, view: View, data: Batch) 
         return view
     trained = view["trained"]
     weights = mixing(trained["h"], trained["variance"], view["h"].flatten()[None])
-    return view | {"head": {"loc": (weights[0] @ trained["head"].double()).to(view["h"])}}
+    return {"head": {"loc": (weights[0] @ trained["head"].double()).to(view["h"])}}

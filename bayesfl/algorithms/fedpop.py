@@ -96,7 +96,7 @@ def fedpop(
 
     def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         apart = (view["head"]["loc"] - centre(given, view)).square().mean((-2, -1))
-        return view | {"spread": apart}
+        return {"spread": apart}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         return {"variance": server["variance"].lerp(uplink["spread"].mean(), prior_step)}
@@ -104,7 +104,7 @@ def fedpop(
     def shake(algorithm: Algorithm, given: Server, view: View, batch: Batch) -> View:
         rate = rate_at(chain_optimiser.rate, given["round"], given["rounds"])
         noise = (2 * rate / view["n"]).sqrt() * batch["normals"]["head"]
-        return view | {"head": {"loc": view["head"]["loc"] + noise}}
+        return {"head": {"loc": view["head"]["loc"] + noise}}
 
     on_head = Energy("head", parts, likelihood="mean", weight=partial(weighed, 1.0))
     langevin = (Descend(on_head, optimiser=chain_optimiser), Once(shake, normals=("head",)))

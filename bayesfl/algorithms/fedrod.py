@@ -75,7 +75,7 @@ def fedrod(
     classes = head.out_features
 
     def count(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"counts": data["weight"] @ F.one_hot(data["y"], classes).to(data["weight"])}
+        return {"counts": data["weight"] @ F.one_hot(data["y"], classes).to(data["weight"])}
 
     def moved(z: Any, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: View) -> Any:
         """Replace the mean loss by that at logits moved by the generic head's, or by log n."""
@@ -110,4 +110,4 @@ def generic_model(algorithm: Algorithm, given: Server, view: View) -> dict[str, 
 
 def add(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Make the personal head, whose logits are the sum of the two heads'."""
-    return view | {"personal": {"loc": view["head"]["loc"] + view["phi"]["loc"]}}
+    return {"personal": {"loc": view["head"]["loc"] + view["phi"]["loc"]}}

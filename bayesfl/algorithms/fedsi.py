@@ -194,7 +194,7 @@ def fedsi(
             inverse = invert(curvature, data, 1 / g, indices=chosen, diagonal=evidence.curvature)
             std = torch.zeros_like(g).index_copy_(0, chosen, inverse.marginals().sqrt())
         uncurved = torch.full_like(view["uncurved"], uncurved_share(evidence, chosen))
-        return view | {"std": std.to(view["std"]), "uncurved": uncurved}
+        return {"std": std.to(view["std"]), "uncurved": uncurved}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         body = (

@@ -76,13 +76,13 @@ def fola(
         return pull(given) + prior_precision / given["size"]
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": {"loc": view["w"]["loc"]}}
+        return {"v": {"loc": view["w"]["loc"]}}
 
     def project(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         mode = algorithm.network(view | {"w": algorithm.belief("w", view["v"])})
         curvature = Curvature(mode, algorithm.likelihood, pattern=algorithm.layout("w"))
         found = precision(given) + curvature.diagonal(data).to(view["v"]["loc"])
-        return view | {"w": field.of_natural(found, found * view["v"]["loc"])}
+        return {"w": field.of_natural(found, found * view["v"]["loc"])}
 
     near = Normal(
         centre=lambda given, view: given["w"]["loc"] * pull(given) / precision(given),
@@ -98,13 +98,12 @@ def fola(
     product = Product(posterior=field, prior_precision=prior_precision, strength=strength)
     return Algorithm(
         model,
-        {"w": Block(posterior=field, pool=product), "v": Block(prior=near, pool=None, keep=True)},
+        {"w": Block(posterior=field, pool=product), "v": Block(prior=near, pool=None)},
         (Once(begin), climb, Once(project, data=True, batched=False)),
         parts=("w",),
         likelihood=likelihood,
         server=lambda blocks, clients: {"size": float(clients)},
         broadcast=("size",),
-        adapt=(Once(begin),),
         draws=10,
     )
 

@@ -93,7 +93,7 @@ def group_dro(
         q = torch.where(
             seen > 0, view["log_q"] + eta * risk, torch.full_like(risk, -torch.inf)
         ).softmax(-1)
-        return view | {
+        return {
             "risk": risk,
             "present": (seen > 0).to(risk),
             "emphasis": q * view["n"] / count.clamp_min(1),

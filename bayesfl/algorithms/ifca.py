@@ -44,7 +44,7 @@ def ifca(
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         total = (data["losses"] * data["weight"]).sum(-1)
-        return view | {"cluster": F.one_hot(total.argmin(-1), clusters).to(total)}
+        return {"cluster": F.one_hot(total.argmin(-1), clusters).to(total)}
 
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
         return view["cluster"].unsqueeze(-1)

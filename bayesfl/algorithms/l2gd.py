@@ -62,7 +62,7 @@ def l2gd(
     def pull(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         x, rate = view["x"]["loc"], rate_at(optimiser.rate, given["round"], given["rounds"])
         left = (1 - rate * lam * (1 - p) / p) ** given["pulls"].to(x)
-        return view | {"x": {"loc": given["x"]["loc"].lerp(x, left)}}
+        return {"x": {"loc": given["x"]["loc"].lerp(x, left)}}
 
     fit = Energy("x", ("x",), likelihood="mean")
     phases = (

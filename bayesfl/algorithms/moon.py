@@ -107,7 +107,7 @@ def previous(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tenso
 
 def remember(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Keep the client's model, with the statistics of its norms."""
-    return view | {"previous": {name: view[name] for name in algorithm.whole(("w",))}}
+    return {"previous": {name: view[name] for name in algorithm.whole(("w",))}}
 
 
 def start(given: Server) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def pfedbayes(
     tied = Normal(centre=own_mean("w"), variance=lambda given, view: field.moments(view["w"])[1])
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"state": tree_map(torch.as_tensor, optimiser.init(view["w"]) or {})}
+        return {"state": tree_map(torch.as_tensor, optimiser.init(view["w"]) or {})}
 
     def follow(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         def apart(w: Tensors) -> torch.Tensor:  # the KL, but for the entropy of q
@@ -92,7 +92,7 @@ def pfedbayes(
         slope = tree_map(lambda g: zeta / view["n"] * g, torch.func.grad(apart)(view["w"]))
         rate = rate_at(optimiser.rate, given["round"], given["rounds"])
         w, state = optimiser.update(view["w"], slope, view["state"], rate)
-        return view | {"w": w, "state": state}
+        return {"w": w, "state": state}
 
     fit = Descend(
         Energy("q", ("q",), likelihood="mean", kl_weight=zeta),
@@ -121,4 +121,4 @@ def pfedbayes(
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Start a new client's belief at the federated one."""
-    return view | {"q": view["w"]}
+    return {"q": view["w"]}

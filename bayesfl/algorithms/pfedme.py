@@ -76,11 +76,11 @@ def pfedme(
     )
 
     def restart(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"theta": view["w"]}
+        return {"theta": view["w"]}
 
     def follow_envelope(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         w, theta = view["w"]["loc"], view["theta"]["loc"]
-        return view | {"w": {"loc": w - lr * lam * (w - theta)}}
+        return {"w": {"loc": w - lr * lam * (w - theta)}}
 
     again = () if warm_start else (Once(restart),)
     phases = (

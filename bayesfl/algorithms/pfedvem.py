@@ -249,7 +249,7 @@ def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -
     """Start a client never seen from the geometric mean of the cohort's scales, not from
     `init_scale`.
     """
-    return view | {"rho2": given["log_rho2"].exp()}
+    return {"rho2": given["log_rho2"].exp()}
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Scales:
             shape=self.shape,
             scale=self.scale,
         )
-        return view | {"rho2": self._floored(found, given)}
+        return {"rho2": self._floored(found, given)}
 
     def variance(self, given: Server, view: View) -> Tensor:
         # Where rho_j was not updated in this round, it may be below the floor: at the start, or

@@ -61,7 +61,7 @@ def pvi(
     field = MeanField(init_scale=init_scale)
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": view["v"] | {"loc": view["w"]["loc"]}} if given["round"] else view
+        return {"v": view["v"] | {"loc": view["w"]["loc"]}} if given["round"] else view
 
     def refine(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         return factors.refined(given, view, *field.natural(view["v"]))
@@ -93,4 +93,4 @@ def pvi(
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Start a new client's posterior at the federation's."""
-    return view | {"v": view["w"]}
+    return {"v": view["w"]}

@@ -71,7 +71,7 @@ def scaffold(
             return view
         gone = given["w"]["loc"] - view["w"]["loc"]
         own = view["own"] - given["c"] + gone / (view["steps"] * rate)
-        return view | {"own": own, "change": own - view["own"]}
+        return {"own": own, "change": own - view["own"]}
 
     step = Descend(
         Energy("w", ("w",), likelihood="mean"),

@@ -86,7 +86,7 @@ class Factors:
         return others, weighted - view["factor"]["weighted"]
 
     def refined(self, given: Server, view: View, precision: Tensor, weighted: Tensor) -> View:
-        """Return a client's view with a new factor, and with what q becomes by it.
+        """Return a client's new factor, and what q becomes by it, as entries of its view.
 
         Args:
             given: What every client received.
@@ -101,7 +101,7 @@ class Factors:
             "weighted": old["weighted"].lerp(weighted - pull, share),
         }
         q = self.posterior.of_natural(others + factor["precision"], pull + factor["weighted"])
-        return view | {self.block: q, "factor": factor}
+        return {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
         """Return q without a client's factor: the federation's posterior without that client, but

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Carry, Info, Server, View
+from bayesfl.base.warning import noted
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Tilt, is_normal
@@ -302,9 +303,9 @@ class Once:
     start.
 
     Args:
-        fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped
-            after the round unless the algorithm's `private` names it, and is sent if the
-            algorithm's `reports` names it.
+        fn: (algorithm, given, view, batch) -> the entries of the view that change. An entry that
+            it adds is dropped after the round unless the algorithm's `private` names it, and is
+            sent if the algorithm's `reports` names it.
         data: Whether `fn` reads the client's data; if not, `batch` is empty (inside `Repeat` it is
             always the shared batch).
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
@@ -316,9 +317,12 @@ class Once:
             copies, is then in `batch["normals"]` by block.
         batched: Whether vmap can run `fn`.
 
+    Raises:
+        ValueError: `fn` changes which tensors a block has, or their shapes.
+
     Example:
         >>> def halve(algorithm, given, view, batch):
-        ...     return view | {"w": {"loc": view["w"]["loc"] / 2}}
+        ...     return {"w": {"loc": view["w"]["loc"] / 2}}
         >>> model = nn.Linear(2, 2)
         >>> bf.Algorithm(model, {"w": bf.Block()}, (bf.Once(halve),), parts=("w",))
         Algorithm(Linear; w: Point; 1 phases)
@@ -365,13 +369,24 @@ class Once:
     ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
         normals = {name: algorithm.noise_of_copies(name, e[0]) for name, e in noise.items()}
-        return self.fn(algorithm, given, carry, batch | {"normals": normals} if noise else batch)
+        with noted(f"in {getattr(self.fn, '__name__', self.fn)!r}, a function of a phase"):
+            found = self.fn(
+                algorithm, given, carry, batch | {"normals": normals} if noise else batch
+            )
+            for name in found.keys() & algorithm.blocks.keys():
+                if (new := _form(found[name])) != (old := _form(carry[name])):
+                    raise ValueError(f"block {name!r} was {old}, and is returned as {new}")
+        return {**carry, **found}
 
     def end(
         self, algorithm: Algorithm, carry: Carry, given: Server, view: View
     ) -> tuple[View, Info]:
         """Return the view and no information, see `Phase.end`."""
         return carry, {}
+
+
+def _form(belief: Any) -> Any:
+    return tree_map(lambda t: list(t.shape), belief)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
-from bayesfl.composition.phases import Descend, trained
+from bayesfl.composition.phases import Descend, Once, trained, unrolled
 
 
 def check_followed(algorithm: Algorithm) -> None:
@@ -63,7 +63,10 @@ def lost(algorithm: Algorithm) -> list[str]:
         learns = algorithm.adapt or hasattr(algorithm.predictor, "asks")
         return [] if learns else ["the method has no phases, so that nothing is trained"]
     told = []
-    for name in dict.fromkeys(name for phase in algorithm.phases for name in trained(phase)):
+    # What a block has learnt, a function after it may put into what is kept or sent.
+    steps = [one for phase in algorithm.phases for one in unrolled(phase)]
+    functions = max((i for i, one in enumerate(steps) if isinstance(one, Once)), default=-1)
+    for name in dict.fromkeys(name for one in steps[functions + 1 :] for name in trained(one)):
         block = algorithm.blocks[name]
         held = algorithm.belief(name, {"loc": torch.zeros(algorithm.layout(name).size)})
         gone = (

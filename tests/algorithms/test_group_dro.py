@@ -137,7 +137,7 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
         key: t[0]
         for key, t in PhasePlan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()
     }
-    view = measure.fn(algorithm, given, view, everything)
+    view |= measure.fn(algorithm, given, view, everything)
     plan = PhasePlan(replace(step, steps=40), data, ids, dtype=torch.float64)
     batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
     found = torch.stack(

@@ -377,3 +377,101 @@ def test_epochs_are_drawn_by_address(model: nn.Module, clients: FederatedData):
 
 def no_passes(client: int, rng: np.random.Generator) -> int:
     return 0
+
+
+def of_once(model: nn.Module, fn: Any, **options: Any) -> bf.Algorithm:
+    """A function after plain steps, on what the client keeps."""
+    step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
+    blocks = {"w": Block(), "v": Block(pool=None, keep=True)}
+    return bf.Algorithm(model, blocks, (step, Once(fn, **options)), parts=("w",))
+
+
+def test_a_function_returns_what_changes(model: nn.Module, clients: FederatedData):
+    """The rest of the view stays."""
+    found = run(of_once(model, lambda a, given, view, batch: {"v": view["w"]}), clients, rounds=2)
+    plain = run(of_once(model, lambda a, given, view, batch: view), clients, rounds=2)
+    close(found.server["w"]["loc"], plain.server["w"]["loc"])
+    weights = torch.from_numpy(clients.train.counts / clients.train.counts.sum())
+    assert_close(weights @ found.private["v"]["loc"], found.server["w"]["loc"])
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "words"),
+    [
+        (lambda a, given, view, batch: {"v": view["w"]["loc"]}, ValueError, "'v' was .*'loc'"),
+        (
+            lambda a, given, view, batch: {"v": {"loc": view["n"]}},
+            ValueError,
+            r"returned as .*\[\]",
+        ),
+        (lambda a, given, view, batch: {"v": view["aplha"]}, KeyError, "aplha"),
+    ],
+)
+def test_what_a_function_does_wrong_names_it(
+    fn: Any, kind: type[Exception], words: str, model: nn.Module, clients: FederatedData
+):
+    def half_done(*given: Any) -> View:
+        return fn(*given)
+
+    with pytest.raises(kind, match=words) as raised:
+        run(of_once(model, half_done), clients)
+    assert raised.value.__notes__ == ["in 'half_done', a function of a phase"]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_function_has_normals(kernel: KernelName, model: nn.Module, clients: FederatedData):
+    """Those of its address: by client and round, whatever the kernel."""
+
+    def shake(algorithm: bf.Algorithm, given: Any, view: View, batch: Batch) -> View:
+        return {"v": {"loc": batch["normals"]["v"]}}
+
+    made = of_once(model, shake, normals=("v",))
+    found = run(made, clients, kernel=kernel, rounds=2).private["v"]["loc"]
+    close(found, run(made, clients, rounds=2, engine=bf.Engine(chunk=3)).private["v"]["loc"])
+    assert abs(float(found.mean())) < 4 / found.numel() ** 0.5
+    assert float(found.std()) == pytest.approx(1, abs=0.1)
+    assert float(found.std(0).min()) > 0
+    assert not torch.allclose(found, run(made, clients, rounds=1).private["v"]["loc"])
+
+
+def test_what_is_drawn_is_common_to_clients_and_server(model: nn.Module, clients: FederatedData):
+    """A coin of each round, by address; a run that goes on has those of one that never stopped."""
+    seen: list[float] = []
+
+    def look(algorithm: bf.Algorithm, given: Any, view: View, batch: Batch) -> View:
+        return {"coin": given["coin"] + 0 * view["n"]}
+
+    def combine(server: Any, ids: Any, uplink: Any) -> Any:
+        assert uplink["coin"].unique().tolist() == [float(server["coin"])]
+        seen.append(float(server["coin"]))
+        return {}
+
+    made = replace(
+        of_once(model, look),
+        drawn={"other": lambda rng: rng.random(), "coin": lambda rng: rng.random()},
+        reports={"coin": 0.0},
+        combine=combine,
+    )
+    half = run(made, clients, rounds=2)
+    run(made, clients, rounds=4, resume=half)
+    assert seen == [
+        pytest.approx(generator(2, Purpose.COMMON, round=round, index=1).random())
+        for round in range(4)
+    ]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_number_of_epochs_may_be_drawn(
+    kernel: KernelName, model: nn.Module, clients: FederatedData
+):
+    """In each round as many for all clients."""
+
+    def trained(epochs: Any, **options: Any) -> Any:
+        step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=10)
+        made = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",), **options)
+        return run(made, clients, kernel=kernel).server["w"]["loc"]
+
+    drawn = trained("often", drawn={"often": lambda rng: int(rng.integers(2, 9))})
+    often = int(generator(2, Purpose.COMMON, round=0).integers(2, 9))
+    assert often > 2
+    close(drawn, trained(often))
