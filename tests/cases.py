@@ -123,6 +123,7 @@ CASES = (
     Case("l2gd", {"p": 0.4, "batch_size": 10, "optimiser": SGD(0.05)}),
     Case("apfl", {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.05), "adapt_epochs": 3}),
     Case("fedamp", {"epochs": 2, "batch_size": 10, "lam": 0.4, "adapt_epochs": 3}),
+    Case("fedfomo", {"models": 2, "epochs": 2, "batch_size": 10, "rows": "train"}),
     Case("pfedhn", {"steps": 4, "batch_size": 10, "hidden": 5, "layers": 2, "embedding": 3}),
     Case("pfedbayes", {"batches": 4, "inner_steps": 2, "batch_size": 10, "draws": 2, "beta": 0.7}),
     Case("bpfed", {"steps": 6, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),

@@ -17,6 +17,7 @@ from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedbn import fedbn
 from bayesfl.algorithms.fedem import d_fedem, fedem
 from bayesfl.algorithms.fedep import fedep
+from bayesfl.algorithms.fedfomo import fedfomo
 from bayesfl.algorithms.fedpa import fedpa
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
@@ -65,6 +66,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "l2gd": (l2gd, "L2GD", "Hanzely, Richtárik, 2020"),
     "apfl": (apfl, "APFL", "Deng, Kamani, Mahdavi, 2020"),
     "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
+    "fedfomo": (fedfomo, "FedFomo", "Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021"),
     "pfedhn": (pfedhn, "pFedHN", "Shamsian, Navon, Fetaya, Chechik, ICML 2021"),
     "pfedbayes": (pfedbayes, "pFedBayes", "Zhang et al., ICML 2022"),
     "bpfed": (bpfed, "BPFed", "Chen, Liu, Cao, Zhang, 2023"),
@@ -173,6 +175,7 @@ __all__ = [
     "fedbn",
     "fedem",
     "fedep",
+    "fedfomo",
     "fedpa",
     "fedpac",
     "fedper",

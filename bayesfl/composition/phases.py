@@ -5,7 +5,7 @@ client or for many at once.
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Protocol, TypeAlias, TypeGuard
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -306,8 +306,9 @@ class Once:
         fn: (algorithm, given, view, batch) -> the entries of the view that change. An entry that
             it adds is dropped after the round unless the algorithm's `private` names it, and is
             sent if the algorithm's `reports` names it.
-        data: Whether `fn` reads the client's data; if not, `batch` is empty (inside `Repeat` it is
-            always the shared batch).
+        data: Whether `fn` reads the client's data: True or `train` for its training rows,
+            `validation` for those; if not, `batch` is empty (inside `Repeat` it is always the
+            shared batch).
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
             `fn` would. They need `data`.
@@ -330,7 +331,7 @@ class Once:
 
     fn: Update
     _: KW_ONLY
-    data: bool = False
+    data: bool | Literal["train", "validation"] = False
     losses: tuple[str, ...] = ()
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     normals: tuple[str, ...] = ()

@@ -440,6 +440,7 @@ class Node:
             order.rounds,
             order.tolerant,
             self._names,
+            self._split("validation", order) if self.examples("validation") else None,
         )
 
     def _received(self, order: Order) -> Received:

@@ -40,8 +40,10 @@ TRAINS = {
     **dict.fromkeys(
         ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
-    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
-    **dict.fromkeys(("pvi", "fedep", "fola"), ((2, EPOCHS),)),
+    **dict.fromkeys(
+        ("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl", "fedfomo"), ((2, EPOCHS),)
+    ),
+    **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
     # in the mean, of the numbers that are drawn
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
     "bpfed": ((6, STEPS),),
@@ -75,6 +77,7 @@ SENDS = {
     "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
     "pfedbayes": (2 * W, 2 * W),  # means and deviations
     "l2gd": (W, W + 2),  # and two numbers of steps
+    "fedfomo": (W + 2, 3 * W + 1),  # gains; two more models, and what the server draws
     "bpfed": (2 * BODY, 2 * BODY),
     "fedpop": (BODY + 2 * HEAD + 1,) * 2,  # both chains, and a variance
     "fola": (2 * W, 2 * W + 1),  # and the number of clients

@@ -19,6 +19,8 @@ from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
     Descend,
+    Phase,
+    Repeat,
     by_algebra,
     by_chance,
     phase_in_words,
@@ -134,6 +136,7 @@ class Local:
         tolerant: Whether a client whose training is no longer finite is set aside instead of
             stopping the run.
         names: The clients' names, for messages; none where they are not known.
+        validation: Their validation data likewise, for a `Once` that reads them; None for none.
         said: What the method's `watch` has warned of, by kind.
     """
 
@@ -144,6 +147,7 @@ class Local:
     rounds: int
     tolerant: bool = False
     names: tuple[str, ...] = ()
+    validation: ClientData | None = None
     said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -189,7 +193,7 @@ class Local:
         for position, phase in enumerate(todo[:phases]):
             plan = PhasePlan(
                 phase,
-                self.train,
+                self._split(phase),
                 ids,
                 given,
                 seed=self.seed,
@@ -303,6 +307,16 @@ class Local:
 
         for done in self.over(crew, ids, work):
             write_rows(state.private, done.ids, done.views)
+
+    def _split(self, phase: Phase | Repeat) -> ClientData:
+        if getattr(phase, "data", False) != "validation":
+            return self.train
+        if self.validation is None:
+            raise ValueError(
+                "the method reads validation rows in training, and the data have none: make them "
+                "with validation=0.1"
+            )
+        return self.validation
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
         """Run the fine-tuning phases, on a copy of each client's view, before it predicts.

@@ -202,9 +202,9 @@ class Result(Run):
         """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: ClientData) -> Local:
-        """Return the local work of clients whose training data are `train`, which must be on the
-        run's device and in its precision.
+    def local(self, train: ClientData, validation: ClientData | None = None) -> Local:
+        """Return the local work of clients whose training data are `train`, and whose validation
+        data those where phases read them, on the run's device and in its precision.
         """
         refuse_changed(self.algorithm.model)
         return Local(
@@ -215,6 +215,7 @@ class Result(Run):
             self.settings.rounds,
             self.tolerant,
             self.known.client_names,
+            validation,
         )
 
     @suggests

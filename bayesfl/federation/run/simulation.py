@@ -253,7 +253,7 @@ def simulate(
         with result.engine.crew(device) as crew:
             here = _OnOneMachine(
                 checkpoint,
-                result.local(data.train),
+                result.local(data.train, data.splits.get("validation")),
                 data,
                 crew,
                 np.sort(sample),
