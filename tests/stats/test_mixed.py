@@ -2,6 +2,7 @@
 and what sites keep to themselves.
 """
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,32 @@ def test_the_restricted_estimate_is_mixedlms(correlation: float):
     estimates = [*wanted.fe_params, *sd, cov[0, 1] / sd.prod(), wanted.scale**0.5]
     close(table["REML"].iloc[:-1], estimates, rtol=1e-3, atol=1e-4)
     close(table["REML se"].iloc[:2], wanted.bse_fe, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_derivatives_of_the_restricted_likelihood_are_those_of_its_values(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Between Newton's last steps: by the rule of trapezoids, of values and of slopes."""
+    seen: list[Any] = []
+
+    def look(self: Any, state: Any, total: Any) -> Any:
+        seen.append([state["theta"].clone(), *(total[k] for k in ("loss", "slope", "hessian"))])
+        return super(Maximum, self).step(state, total)
+
+    monkeypatch.setattr(Maximum, "step", look)
+    bf.stats.mixed(by_site(grown(0.5)), family="gaussian", random=["1", "day"], draws=100)
+    pairs = [
+        (before, after)
+        for before, after in itertools.pairwise(seen)
+        if 1e-4 < (after[0] - before[0]).norm() < 1e-2
+    ]
+    assert pairs
+    for before, after in pairs[-1:]:
+        way = after[0] - before[0]
+        close(after[1] - before[1], (before[2] + after[2]) / 2 @ way, rtol=1e-2)
+        found, wanted = (before[3] + after[3]) / 2 @ way, after[2] - before[2]
+        assert float((found - wanted)[2:].norm() / wanted[2:].norm()) < 0.01
 
 
 @pytest.mark.slow
