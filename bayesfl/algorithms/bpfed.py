@@ -1,5 +1,5 @@
-"""BPFed: a shared body and a head of each client, both with Gaussian posteriors, where the
-federation's posterior of the last round is the body's prior in the next.
+"""BPFed: a shared body and a head of each client, both with Gaussian posteriors. The federation's
+posterior of the body is the body's prior in the next round.
 
 A client fits mean fields q_j(body) and q_j(head) in gradient steps on
 
@@ -7,11 +7,11 @@ A client fits mean fields q_j(body) and q_j(head) in gradient steps on
 
 and the server averages the parameters loc and rho, with deviations softplus(rho), of q_j(body).
 
-As the prior of a round already contains the rows that it then sees again, q(body) gets narrower
-with each round and is no posterior; at zeta = 1 one round is Bayes' rule. The authors' code takes
-the divergence the other way round, KL(q(body) || q_j(body)), of all weights, with a factor of 5e-5
-n_j, and draws noise of standard deviation .001 in place of 1; none of these is here. The head's
-prior, which the abstract leaves open, is a standard normal.
+At zeta = 1 one round is Bayes' rule. Each further round counts the same rows again, so that q(body)
+gets narrower and is no posterior. The authors' code takes the divergence the other way round,
+KL(q(body) || q_j(body)), of all weights, with a factor of 5e-5 n_j, and draws noise of standard
+deviation .001 in place of 1; none of these is here. The abstract leaves the head's prior open; here
+it is a standard normal.
 
 Source: Chen, Liu, Cao, Zhang, "Bayesian personalized federated learning with shared and
 personalized uncertainty representations", arXiv:2309.15499, 2023.
@@ -20,9 +20,7 @@ personalized uncertainty representations", arXiv:2309.15499, 2023.
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
-from bayesfl.base.protocols import Server, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -52,8 +50,8 @@ def bpfed(
     init_scale: options.Positive = 0.05,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by BPFed: a Gaussian posterior of the body that all clients share, and one
-    of each client's head.
+    """Federate `model` by BPFed: the clients share a Gaussian posterior of the body, and each has
+    one of its own head.
 
     Args:
         zeta: Weight of the KL; 1 is Bayes' rule.
@@ -70,15 +68,13 @@ def bpfed(
     """
     field = MeanField(init_scale=init_scale)
 
-    def received(given: Server, view: View) -> Tensor:
-        return field.moments(given["body"])[1]
-
-    def zero(given: Server, view: View) -> Tensor:
-        return torch.zeros_like(view["n"]).unsqueeze(-1)
-
-    def own(given: Server, view: View) -> Tensor:
-        return zero(given, view) + 1 / prior_precision
-
+    last = Normal(
+        centre=server_mean("body"), variance=lambda given, view: field.moments(given["body"])[1]
+    )
+    standard = Normal(
+        centre=lambda given, view: torch.zeros_like(view["n"]).unsqueeze(-1),
+        variance=lambda given, view: torch.full_like(view["n"], 1 / prior_precision).unsqueeze(-1),
+    )
     fit = Descend(
         Energy(("body", "head"), ("body", "head"), likelihood="mean", kl_weight=zeta),
         steps=steps,
@@ -86,15 +82,9 @@ def bpfed(
         optimiser=optimiser,
         draws=draws,
     )
-    body = Block(
-        "body.*",
-        posterior=field,
-        prior=Normal(centre=server_mean("body"), variance=received),
-        pool=Mean(equal, sends=("loc", "rho")),
-    )
-    head = Block(
-        "head.*", posterior=field, prior=Normal(centre=zero, variance=own), pool=None, keep=True
-    )
+    shared = Mean(equal, sends=("loc", "rho"))
+    body = Block("body.*", posterior=field, prior=last, pool=shared)
+    head = Block("head.*", posterior=field, prior=standard, pool=None, keep=True)
     return Algorithm(
         model,
         {"body": body, "head": head},

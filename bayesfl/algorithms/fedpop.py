@@ -1,20 +1,20 @@
-"""FedPop: a shared body as a fixed effect, and each client's head as a random effect, of which the
-client keeps Langevin chains.
+"""FedPop: a shared body is a fixed effect, and each client's head a random effect. The client keeps
+Langevin chains of its head.
 
 Model.  head_j ~ N(mu, v),  y ~ p(y | x, body, head_j).  A client has M chains, and in a round
 
     head_jm  <-  head_jm + rate / n_j grad log p(D_j, head_jm | body) + (2 rate / n_j)^(1/2) e
 
-for `burn_in` steps, then in turn with steps on the body along the mean over chains of the gradients
-of F_j = -1 / n_j log p(D_j | body, head_jm), for `kept` steps. The server averages bodies by sizes,
-and moves mu and v by a share `prior_step` of the way to the mean of all heads and to their mean
-squared distance from mu over weights: stochastic expectation maximisation.
+for `burn_in` steps, and then for `kept` steps, each followed by a step of the body along the mean
+over chains of the gradients of F_j = -1 / n_j log p(D_j | body, head_jm). The server averages
+bodies by sizes, and moves mu and v by a share `prior_step` of the way to the mean of all heads and
+to their mean squared distance from mu over weights: stochastic expectation maximisation.
 
-The paper averages over the draws of one chain, here M chains have one draw each at a time, with
-which the client also predicts. It takes one step of the body a round at the server (`kept` = 1
-here); as in the authors' code a client may take more. That code replaces the chains, in every
-configuration that it ships, by steps of Adam without noise, holds v at .998, and predicts by the
-last head alone. With a rate that is not small chains are too wide (`bayesfl.posteriors.sgld`).
+The paper averages over the draws of one chain. Here M chains have one draw each at a time, and the
+client predicts with these draws, too. The paper takes one step of the body a round at the server
+(`kept` = 1 here); here a client may take more, as in the authors' code. In every configuration that
+it ships, that code replaces the chains by steps of Adam without noise, holds v at .998, and
+predicts by the last head alone. At large rates chains are too wide (`bayesfl.posteriors.sgld`).
 
 Source: Kotelevskii, Vono, Moulines, Durmus, "FedPop: a Bayesian approach for personalised federated
 learning", NeurIPS 2022, algorithm 1.
@@ -66,12 +66,12 @@ def fedpop(
     `result.server["variance"]` is the variance v between clients.
 
     Args:
-        chains: Number M of chains of a client, by all of which it predicts.
+        chains: Number M of chains of a client, which predicts by all of them.
         burn_in: Number of steps of the chains in a round before the body moves.
         kept: Number of steps after these, each followed by a step of the body.
         batch_size: Number of examples of a step; None, as in the authors' code, for all of the
             client's. Chains on batches are wider.
-        chain_optimiser: SGD without momentum, whose rate is that of the chains.
+        chain_optimiser: SGD without momentum; its rate is the chains' rate.
         body_optimiser: Optimiser of the body.
         prior_variance: Variance v at the start.
         prior_step: Step of mu and v in a round, in (0, 1].
@@ -88,15 +88,13 @@ def fedpop(
     parts, uniform = ("body", "head"), torch.full((chains,), 1 / chains)
 
     def weighed(share: float, given: Server, view: View, batch: Batch) -> Tensor:
-        ones = torch.ones_like(batch["weight"])
-        return share * torch.stack([ones] * chains, -2)
+        return torch.stack([torch.full_like(batch["weight"], share)] * chains, -2)
 
     def centre(given: Server, view: View) -> Tensor:
         return given["head"]["loc"].mean(-2)
 
     def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        apart = (view["head"]["loc"] - centre(given, view)).square().mean((-2, -1))
-        return {"spread": apart}
+        return {"spread": (view["head"]["loc"] - centre(given, view)).square().mean((-2, -1))}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         return {"variance": server["variance"].lerp(uplink["spread"].mean(), prior_step)}

@@ -1,5 +1,5 @@
-"""FOLA: one Gaussian posterior of the federation, the product of clients' Laplace approximations,
-which holds every client near it in the next round.
+"""FOLA: one Gaussian posterior of the federation, the product of clients' Laplace approximations.
+In the next round it pulls every client towards its mean.
 
 With q(w) = N(m, 1 / L) on the server, L_0 the prior's precision, J clients of whom C take part:
 
@@ -10,8 +10,9 @@ With q(w) = N(m, 1 / L) on the server, L_0 the prior's precision, J clients of w
 With diagonal curvature, q is the posterior of a Gaussian likelihood at the fixed point.
 
 The paper adds each round's curvature to L, so that after t rounds the same rows count t times; its
-code divides the pull by t. Here L is made anew in each round, and both have their right size. The
-authors' code estimates F_j by squared gradients of batches, and leaves out the prior.
+code divides the pull by t. Here L is made anew in each round, so that L and the pull have their
+right size. The authors' code estimates F_j by squared gradients of batches, and leaves out the
+prior.
 
 Source: Liu, Jiang, Zheng, Chen, Qi, Huang, Shao, "A Bayesian federated learning framework with
 online Laplace approximation", TPAMI 2023 (arXiv:2102.01936).
@@ -23,15 +24,7 @@ from typing import Annotated
 from torch import Tensor
 
 from bayesfl.base.protocols import Batch, Server, Tensors, View
-from bayesfl.composition import (
-    Algorithm,
-    Block,
-    Descend,
-    Energy,
-    Normal,
-    Once,
-    options,
-)
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, Once, options
 from bayesfl.composition.pools import PrecisionWeighted
 from bayesfl.curvature import Curvature
 from bayesfl.likelihoods import Categorical
@@ -52,7 +45,7 @@ def fola(
 ) -> Algorithm:
     """Federate `model` by FOLA: all clients share one Gaussian posterior about all weights.
 
-    Its variances leave out that weights depend on each other, and are too small where they do.
+    It treats weights as independent; its variances are too small where they are not.
 
     Args:
         prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.

@@ -5,11 +5,11 @@ With F_j a mean over client j's n_j rows and xbar the mean of the J clients' mod
 
     1 / J sum_j F_j(x_j) + lam / (2 J) sum_j |x_j - xbar|^2.
 
-Each step of all clients is, with probability p, one towards the mean, x_j <- x_j - s (x_j - xbar),
-and else one on the data, x_j <- x_j - lr grad F_j(x_j), where s = lr lam (1 - p) / p makes both
-unbiased: their mean is (1 - p) lr J times the objective's gradient. Steps towards the mean leave it
-where it is, so clients communicate only where one follows a step on the data. A round is one such
-communication: a number of steps towards the mean, then a number of steps on the data, both
+With probability p all clients take a step towards the mean, x_j <- x_j - s (x_j - xbar), and
+otherwise one on the data, x_j <- x_j - lr grad F_j(x_j). With s = lr lam (1 - p) / p steps are
+unbiased: their mean is (1 - p) lr J times the objective's gradient. A step towards the mean does
+not move the mean, so clients communicate only where one follows a step on the data. A round is one
+such communication: steps towards the mean, then steps on the data. Both numbers of steps are
 geometric and the same for all clients.
 
 Two public versions divide s by (1 - p) in place of p, or count the first client twice in the mean.
@@ -18,10 +18,7 @@ Source: Hanzely, Richtarik, "Federated learning of a mixture of global and local
 algorithm 1.
 """
 
-from functools import partial
 from typing import Annotated
-
-import numpy as np
 
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Once, equal, options
@@ -42,13 +39,13 @@ def l2gd(
     """Federate `model` by L2GD: personal models that are drawn to their mean.
 
     Args:
-        lam: Strength of the penalty; 0 trains each client alone, and much makes all alike.
+        lam: Strength of the penalty; 0 trains each client alone, and a large one makes all alike.
         p: Probability of a step towards the mean, between 0 and 1; a round has 1 / p steps on the
             data in the mean.
         batch_size: Number of examples of a step; None, as in the paper, for all of the client's. A
             round then has 1 / p passes in the mean.
         optimiser: SGD without momentum; a step towards the mean goes s = lr lam (1 - p) / p of the
-            way, which should stay below 1.
+            way, and s should stay below 1.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -75,12 +72,7 @@ def l2gd(
         phases,
         parts=("x",),
         likelihood=likelihood,
-        drawn={"pulls": partial(geometric, 1 - p), "steps": partial(geometric, p)},
+        drawn={"pulls": lambda rng: rng.geometric(1 - p), "steps": lambda rng: rng.geometric(p)},
         adapt=phases,
         train="all",
     )
-
-
-def geometric(p: float, rng: np.random.Generator) -> int:
-    """Return the number of trials until the first success, which has probability p."""
-    return int(rng.geometric(p))

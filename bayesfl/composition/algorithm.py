@@ -80,8 +80,8 @@ class Algorithm:
             with a row for each client is [J, ...].
         broadcast: Names of `server`'s entries that every client receives besides the blocks; no
             other entry is sent to everyone.
-        drawn: {name: (generator) -> value} of what the server draws anew for each round, as a coin,
-            a mask or a number of steps: every client receives it, and `combine` finds it in the
+        drawn: {name: (generator) -> value} of what the server draws for each round, such as a coin,
+            a mask or a number of steps. Every client receives it, and `combine` reads it in the
             server's state.
         address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C,
             ...]; a block named there is not sent to everyone.
@@ -495,12 +495,12 @@ class Algorithm:
         return self.redrawn(state, seed=seed, round=0)
 
     def redrawn(self, server: Server, *, seed: int, round: int) -> Server:
-        """Return the server's state with what is drawn for a round, see `drawn`."""
+        """Return the server's state with the draws of a round, see `drawn`."""
         values = {
             name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
             for index, (name, draw) in enumerate(self.drawn.items())
         }
-        like = next(iter(server[block]["loc"] for block in self.blocks))
+        like = server[next(iter(self.blocks))]["loc"]
         return server | self._more("drawn", values, like)
 
     def free(self, clients: int) -> Mapping[str, int]:

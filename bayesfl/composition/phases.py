@@ -306,16 +306,16 @@ class Once:
         fn: (algorithm, given, view, batch) -> the entries of the view that change. An entry that
             it adds is dropped after the round unless the algorithm's `private` names it, and is
             sent if the algorithm's `reports` names it.
-        data: Whether `fn` reads the client's data: True or `train` for its training rows,
-            `validation` for those; if not, `batch` is empty (inside `Repeat` it is always the
-            shared batch).
+        data: Rows of the client that `fn` reads: True or `train` for its training rows,
+            `validation` for its validation rows; with False `batch` is empty. Inside `Repeat`,
+            `batch` is always the shared batch.
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
             `fn` would. They need `data`.
         kept: {name: start} of tensors that the client keeps from round to round for this phase
             alone.
-        normals: Names of blocks. A standard normal for each of their weights, [D], or [M, D] for
-            copies, is then in `batch["normals"]` by block.
+        normals: Names of blocks. `batch["normals"]` then has, by block, a standard normal for each
+            weight, [D], or [M, D] for copies.
         batched: Whether vmap can run `fn`.
 
     Raises:

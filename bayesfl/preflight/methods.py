@@ -63,7 +63,7 @@ def lost(algorithm: Algorithm) -> list[str]:
         learns = algorithm.adapt or hasattr(algorithm.predictor, "asks")
         return [] if learns else ["the method has no phases, so that nothing is trained"]
     told = []
-    # What a block has learnt, a function after it may put into what is kept or sent.
+    # A function may put what blocks before it have learnt into what is kept or sent.
     steps = [one for phase in algorithm.phases for one in unrolled(phase)]
     functions = max((i for i, one in enumerate(steps) if isinstance(one, Once)), default=-1)
     for name in dict.fromkeys(name for one in steps[functions + 1 :] for name in trained(one)):

@@ -137,11 +137,11 @@ class Program:
         return {
             name: found[name]["value"].detach()
             for name in _observed(found)
-            if found[name]["value"].numel()  # which a `pyro.factor` has not
+            if found[name]["value"].numel()  # a `pyro.factor` has none
         }
 
     def made(self, values: Tensors) -> Tensors:
-        """Return what is `pyro.deterministic` at draws [S, ...] of all parameters, by name."""
+        """Return the `pyro.deterministic` values at draws [S, ...] of all parameters, by name."""
 
         def one(values: Tensors) -> Tensors:
             with Unasked():

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
@@ -21,7 +20,8 @@ from bayesfl.composition.phases import (
 )
 from bayesfl.engine.plan import passes
 
-ROUNDS = 200  # over which a drawn number of passes is averaged
+ROUNDS = 200
+"""Number of rounds for the mean of a drawn number of passes."""
 BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
 """What a client computes and sends in a round, as it is recorded, and decimals to show."""
 
@@ -30,9 +30,8 @@ def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0
     """Return the number of gradient steps of a client in a round, mean over clients that have data.
 
     The steps of every phase of a round count, those on a batch of a `Repeat` each, and those of
-    each copy of a block that the client trains; fine-tuning before predictions does not. Where the
-    epochs are a function of the client, those of the first round count, and where they are drawn,
-    their mean.
+    each copy of a block that the client trains; fine-tuning before predictions does not. Of epochs
+    that are a function of the client, those of the first round count; of drawn epochs, their mean.
 
     Args:
         algorithm: The method.
@@ -144,14 +143,14 @@ def _with_data(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 def _passes(
     algorithm: Algorithm, phase: Phase | Repeat, clients: np.ndarray, seed: int
 ) -> np.ndarray:
-    """Return the number of passes of each client, [C]: in the first round, or for a number that is
-    drawn, the mean over `ROUNDS` rounds.
+    """Return the number of passes of each client, [C], in the first round; of a drawn number, the
+    mean over `ROUNDS` rounds.
     """
     if not isinstance(phase.epochs, str):
         return passes(phase, clients, {}, seed=seed, round=0)
     start = algorithm.init(1)
-    drawn = [algorithm.redrawn(start, seed=seed, round=i)[phase.epochs] for i in range(ROUNDS)]
-    return np.full(len(clients), float(torch.stack(drawn).double().mean()))
+    drawn = (algorithm.redrawn(start, seed=seed, round=i)[phase.epochs] for i in range(ROUNDS))
+    return np.full(len(clients), np.mean([float(number) for number in drawn]))
 
 
 def _phase_steps(

@@ -40,14 +40,12 @@ TRAINS = {
     **dict.fromkeys(
         ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
-    **dict.fromkeys(
-        ("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl", "fedfomo"), ((2, EPOCHS),)
-    ),
+    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
     **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
-    # in the mean, of the numbers that are drawn
+    # the mean of the drawn numbers
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
     "bpfed": ((6, STEPS),),
-    # both chains before the body moves, and then these and the body under both on each batch
+    # each batch trains both chains, and later the body under both, too
     "fedpop": (*((2, STEPS),) * 2, *((3, STEPS),) * 4),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part

@@ -136,7 +136,7 @@ class Local:
         tolerant: Whether a client whose training is no longer finite is set aside instead of
             stopping the run.
         names: The clients' names, for messages; none where they are not known.
-        validation: Their validation data likewise, for a `Once` that reads them; None for none.
+        validation: Their validation data, for a `Once` that reads them; None for none.
         said: What the method's `watch` has warned of, by kind.
     """
 

@@ -203,8 +203,8 @@ class Result(Run):
         return State(self.server, self.private, self.round)
 
     def local(self, train: ClientData, validation: ClientData | None = None) -> Local:
-        """Return the local work of clients whose training data are `train`, and whose validation
-        data those where phases read them, on the run's device and in its precision.
+        """Return the local work of clients with these training data, and validation data where
+        phases read them, all on the run's device and in its precision.
         """
         refuse_changed(self.algorithm.model)
         return Local(

@@ -37,8 +37,8 @@ class Parameter(Number):
         """Make it of a range of torch's.
 
         Raises:
-            ValueError: The range differs between entries, no map leads to it, or the name is that
-                of a vector's entry.
+            ValueError: The range differs between entries, no map leads to it, or the name looks
+                like that of a vector's entry.
         """
         if name.endswith("]"):
             raise ValueError(f"{name!r} has the form of an entry of a vector; give it another name")
@@ -110,16 +110,12 @@ class _OrderedVector(constraints.Constraint):
     event_dim = 1
 
 
-@biject_to.register(_OrderedVector)
 class _ToOrdered(Transform):
     """Map the first entry and the logarithms of the gaps to increasing vectors, out of place."""
 
     domain = constraints.real_vector
     codomain = _OrderedVector()
     bijective = True
-
-    def __init__(self, support: Any) -> None:
-        super().__init__()
 
     def _call(self, x: Tensor) -> Tensor:
         return torch.cat([x[..., :1], x[..., 1:].exp()], -1).cumsum(-1)
@@ -130,6 +126,9 @@ class _ToOrdered(Transform):
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log of the gaps' product."""
         return x[..., 1:].sum(-1)
+
+
+biject_to.register(_OrderedVector, lambda support: _ToOrdered())
 
 
 def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:

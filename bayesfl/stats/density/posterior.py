@@ -95,8 +95,8 @@ class Posterior(Refits):
         return summaries(entries(self.draws), level)
 
     def local(self, site: str) -> Tensors:
-        """Return draws of a site's own parameters, and of what a Pyro model makes of them by
-        `pyro.deterministic`, by name, [S, ...], draw by draw beside `draws`.
+        """Return draws of a site's own parameters, and of the `pyro.deterministic` values of a
+        Pyro model, by name, [S, ...], draw by draw beside `draws`.
 
         Raises:
             ValueError: The site is not on this machine.
@@ -105,12 +105,10 @@ class Posterior(Refits):
         return self._made([site])[site]
 
     def _made(self, sites: Sequence[str]) -> dict[str, Tensors]:
-        """Return draws of the own parameters of some sites, and of what is made of them."""
-        found = self._own(sites)
-        programs = {site: self.here[site].program for site in found}
+        """Return draws of some sites' own parameters and deterministic values."""
         return {
-            site: own | (one.made(self.draws | own) if (one := programs[site]) else {})
-            for site, own in found.items()
+            site: own | (one.made(self.draws | own) if (one := self.here[site].program) else {})
+            for site, own in self._own(sites).items()
         }
 
     def _check_here(self, site: str) -> None:
@@ -187,12 +185,11 @@ class Posterior(Refits):
             f"B: {other.model}",
             f"log Bayes factor of A over B {self.evidence - other.evidence:.4f} nats",
         ]
-        here, there = self.here, other.here
         both = [
             name
-            for name in here
+            for name in self.here
             if name in other.here
-            and all(one.program and one.program.observed for one in (here[name], there[name]))
+            and all((one := fit.here[name].program) and one.observed for fit in (self, other))
         ]
         apart = {site: self._left_out(site) - other._left_out(site) for site in both}
         if len(both) > 1:
@@ -232,16 +229,16 @@ class Posterior(Refits):
         drawn: dict[str, Tensors] = {}
         programs = {site: one.program for site, one in self.here.items() if one.program is not None}
         own = self._made(list(self.here))
-        groups = {"posterior": _apart(self.draws) | self._joined(own, dims)}
+        groups = {"posterior": _renamed(self.draws) | self._joined(own, dims)}
         if programs:
             one = next(iter(programs.values()))
-            dims |= {n: [*_apart(one.plates[name])] for name in self.draws for n in _apart([name])}
+            dims |= {_free(name): [*map(_free, one.plates[name])] for name in self.draws}
             first = one.predicted({}, self.seed, PREDICTIONS)
             prior = {name: first[name] for name in self.draws}
             drawn = {
                 site: one.predicted(prior, self.seed, PREDICTIONS) for site, one in programs.items()
             }
-            groups["prior"] = _apart(prior) | self._joined(
+            groups["prior"] = _renamed(prior) | self._joined(
                 {site: {n: t[n] for n in own[site]} for site, t in drawn.items()}, dims
             )
         for site, program in programs.items():
@@ -275,9 +272,8 @@ class Posterior(Refits):
                 for site in each
             }
             if len(each) == len(own) and len({t.shape for t in each.values()}) == 1:
-                (free,) = _apart([name])
-                found[free] = torch.stack([*each.values()], 1)
-                dims[free] = ["site", *_apart(next(iter(plates.values())))]
+                found[_free(name)] = torch.stack([*each.values()], 1)
+                dims[_free(name)] = ["site", *map(_free, next(iter(plates.values())))]
             else:
                 for site, t in each.items():
                     found[f"{name} ({site})"] = t
@@ -295,11 +291,13 @@ class Posterior(Refits):
         }
 
 
-def _apart(names: Any) -> dict[str, Any]:
-    """Return values by names, or names, none of which is a dimension of ArviZ's or `site`."""
-    values = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    taken = ("chain", "draw", "site")
-    return {f"{name}_" if name in taken else name: value for name, value in values.items()}
+def _free(name: str) -> str:
+    """Return a name that differs from ArviZ's own dimensions and from `site`."""
+    return f"{name}_" if name in ("chain", "draw", "site") else name
+
+
+def _renamed(values: Tensors) -> Tensors:
+    return {_free(name): t for name, t in values.items()}
 
 
 def fitted(
@@ -340,11 +338,10 @@ def fitted(
 
     def ours(phi: Tensor) -> Tensor:
         values, log_jacobian = constrained(parameters, phi)
-        with Unasked():
-            if prior is None:
-                return log_jacobian
-            with noted("in prior=, which returns one number, a tensor []"):
-                return log_jacobian + prior(values).reshape(())
+        if prior is None:
+            return log_jacobian
+        with Unasked(), noted("in prior=, which returns one number, a tensor []"):
+            return log_jacobian + prior(values).reshape(())
 
     def target(phi: Tensor, order: int) -> list[Tensor]:
         told = asked.conduct(Marginals(j, q, order, {"phi": phi}))
