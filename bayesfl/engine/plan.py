@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.options import whole
-from bayesfl.base.protocols import Batch, Server
+from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generators, key
 from bayesfl.composition.phases import Once, Phase, Repeat, steps_on_batch
 from bayesfl.data import ClientData
@@ -31,7 +31,7 @@ DRAWS = 2**33
 
 
 def passes(
-    phase: Phase | Repeat, ids: np.ndarray, given: Server, *, seed: int, round: int
+    phase: Phase | Repeat, ids: np.ndarray, given: Mapping[str, Any], *, seed: int, round: int
 ) -> np.ndarray:
     """Return the number of passes of each client in a round, [C].
 
@@ -79,7 +79,7 @@ class PhasePlan:
         phase: Phase | Repeat,
         split: ClientData,
         ids: np.ndarray,
-        given: Server = MappingProxyType({}),
+        given: Mapping[str, Any] = MappingProxyType({}),
         *,
         seed: int = 0,
         round: int = 0,
