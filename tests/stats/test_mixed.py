@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bayesfl as bf
+from bayesfl.stats import hierarchy
 from bayesfl.stats.asking import Questions
 from bayesfl.stats.mixed import Draws, Maximum, Mixed, _others
 from bayesfl.stats.tables import Tables
@@ -80,6 +81,27 @@ def test_derivatives_of_the_restricted_likelihood_are_those_of_its_values(
         close(after[1] - before[1], (before[2] + after[2]) / 2 @ way, rtol=1e-2)
         found, wanted = (before[3] + after[3]) / 2 @ way, after[2] - before[2]
         assert float((found - wanted)[2:].norm() / wanted[2:].norm()) < 0.01
+
+
+@pytest.mark.slow
+def test_modes_that_rounding_moves_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Of effects of sites and of persons together, in units of hundreds: Newton's last steps are of
+    the size of rounding.
+    """
+    counts: list[int] = []
+    at = hierarchy._at
+    monkeypatch.setattr(hierarchy, "_at", lambda *given: counts.append(1) or at(*given))
+    rng, day = np.random.default_rng(0), np.arange(10.0)
+
+    def person(name: str) -> pd.DataFrame:
+        own = 250 + 25 * rng.normal() + (10 + 6 * rng.normal()) * day
+        return pd.DataFrame({"person": name, "day": day, "y": own + 25 * rng.normal(size=10)})
+
+    rows = {site: pd.concat([person(f"{site}{k}") for k in range(9)]) for site in "ab"}
+    made = bf.stats.tables(rows, outcome="y", terms=["day"], also=["person"])
+    options: Any = {"random": ["1"], "group": "person", "within": ["1", "day"]}
+    bf.stats.mixed(made, family="gaussian", **options)
+    assert len(counts) < 1000
 
 
 @pytest.mark.slow
