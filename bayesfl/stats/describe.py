@@ -188,10 +188,12 @@ class Quantiles(Grouped):
 
 
 def _on_lattice(threshold: Tensor, sd: Tensor, digits: int) -> Tensor:
-    """Return thresholds [..., p, q] rounded to powers of ten by columns' standard deviations, [p]:
-    to the first digit of these at two digits.
+    """Return thresholds [..., p, q] rounded to the largest of 1, 2 and 5 times a power of ten below
+    a fifth of columns' standard deviations, [p], at two digits, and ten times as much at one.
     """
-    step = 10.0 ** (sd.log10().floor() + 2 - digits)[:, None]
+    most = sd / 5 * 10.0 ** (2 - digits)
+    power = 10.0 ** most.log10().floor()
+    step = (power * torch.where(most < 2 * power, 1, torch.where(most < 5 * power, 2, 5)))[:, None]
     return torch.where(step > 0, (threshold / step).round() * step, threshold)
 
 
@@ -260,8 +262,9 @@ class Description(Answered):
         """Return the printed table, with what its numbers mean below it."""
         left = [f"{site} {count}" for site, count in self.dropped.items() if count]
         lines = [
-            "mean (sd), median [quartiles] of numbers, to a thousandth of the sd; count (share) of "
-            "truth values; the largest standardised difference between two groups",
+            "mean (sd), median [quartiles] of numbers, to a thousandth of the sd, and to a tenth or "
+            "a fifth of it where a site's policy rounds them; count (share) of truth values; the "
+            "largest standardised difference between two groups",
             *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
             *self._below,
         ]
