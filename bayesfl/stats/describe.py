@@ -262,8 +262,8 @@ class Description(Answered):
         """Return the printed table, with what its numbers mean below it."""
         left = [f"{site} {count}" for site, count in self.dropped.items() if count]
         lines = [
-            "mean (sd), median [quartiles] of numbers, to a thousandth of the sd, or to a fifth of it "
-            "where a site has a policy; count (share) of truth values; the largest standardised "
+            "mean (sd), median [quartiles] of numbers, to a thousandth of the sd, or to a fifth of "
+            "it where a site has a policy; count (share) of truth values; the largest standardised "
             "difference between two groups",
             *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
             *self._below,

@@ -15,10 +15,9 @@ ALL = Levels("", ("all",))
 
 
 def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
-    """Return the groups by a column, or `ALL`.
+    """Return the groups by a column, numbers before text, or `ALL`.
 
     Raises:
-        TypeError: It has text and numbers, which have no order.
         ValueError: Its levels are not known here, or it has one value.
     """
     if by is None or isinstance(by, Levels):
@@ -30,7 +29,7 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    return Levels(by, tuple(sorted(found)))
+    return Levels(by, tuple(sorted(found, key=lambda value: (isinstance(value, str), value))))
 
 
 def group(frame: Any, by: Levels, site: str) -> Tensor:
