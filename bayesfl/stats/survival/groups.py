@@ -15,10 +15,10 @@ ALL = Levels("", ("all",))
 
 
 def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
-    """Return the groups by a column, numbers before text, or `ALL`.
+    """Return the groups by a column, or `ALL`.
 
     Raises:
-        ValueError: Its levels are not known here, or it has one value.
+        ValueError: It has text and numbers, its levels are not known here, or it has one value.
     """
     if by is None or isinstance(by, Levels):
         return by or ALL
@@ -29,7 +29,9 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    return Levels(by, tuple(sorted(found, key=lambda value: (isinstance(value, str), value))))
+    if len({isinstance(value, str) for value in found}) > 1:
+        raise ValueError(f"{by!r} has text and numbers; make one of these of all its values")
+    return Levels(by, tuple(sorted(found)))
 
 
 def group(frame: Any, by: Levels, site: str) -> Tensor:

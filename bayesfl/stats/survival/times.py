@@ -476,12 +476,12 @@ def grid_of(
     found = asked.first(lambda count: Bins(time, event, count, grid, groups_of(asked.sites, by)))
     bins = len(found["ends"]) - 1
     if found["guarded"] and bins < FEWEST:
-        least, site = min((count, name) for name, count in known.events.items() if count)
+        few = sorted((count, name) for name, count in known.events.items() if count)[:5]
         raise ValueError(
             f"there are {bins or 'no'} bins of times in which each site has no event or as many "
-            f"as its policy's rule min_level, and {FEWEST} are needed; site {site!r}, of "
-            f"{least:g} events, has fewest: take baseline='per_site' in cox, or go on without "
-            "that site, sites.only([...])"
+            f"as its policy's rule min_level, and {FEWEST} are needed. Go on without the sites "
+            f"that have fewest events, {', '.join(f'{name!r} {count:g}' for count, name in few)}, "
+            "by sites.only([...]), or give each a baseline of its own, cox(baseline='per_site')"
         )
     last, digits = float(found["ends"][-1]), int(found["digits"])
     further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)

@@ -161,8 +161,3 @@ def test_secure_sums_make_the_same_bins(policy: Any):
     hidden = bf.stats.kaplan_meier(tables, **when, aggregation=bf.SecureSum(range=2.0**20))
     assert torch.equal(plain.times, hidden.times)
     assert torch.equal(plain.survival, hidden.survival)
-
-
-def test_groups_of_numbers_and_text_have_an_order():
-    rows = {site: pd.DataFrame({"arm": ["b", 2.5, "a", 1]}) for site in ("va", "uk")}
-    assert groups_of(bf.stats.tables(rows, also=["arm"]), "arm").levels == (1, 2.5, "a", "b")
