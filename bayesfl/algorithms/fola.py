@@ -24,8 +24,16 @@ from typing import Annotated
 from torch import Tensor
 
 from bayesfl.base.protocols import Batch, Server, Tensors, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, Once, options
-from bayesfl.composition.pools import PrecisionWeighted
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Normal,
+    Once,
+    PrecisionWeighted,
+    options,
+)
 from bayesfl.curvature import Curvature
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam
