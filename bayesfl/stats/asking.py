@@ -295,7 +295,7 @@ class Answered(Shown):
     """Hold what is known of the sites behind a result.
 
     Args:
-        dropped: {site: rows left out as a value is missing}.
+        dropped: {site: rows left out, as a value is missing or as they are few new ones}.
         left_out: {site: why it has no part}.
         released: What left each site.
     """

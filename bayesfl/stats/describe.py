@@ -265,7 +265,11 @@ class Description(Answered):
             "mean (sd), median [quartiles] of numbers, to a thousandth of the sd, or to a fifth of "
             "it where a site has a policy; count (share) of truth values; the largest standardised "
             "difference between two groups",
-            *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
+            *(
+                [f"rows left out, as a value is missing or as few are new: {', '.join(left)}"]
+                if left
+                else []
+            ),
             *self._below,
         ]
         return of_frame(self.table(), notes=lines)

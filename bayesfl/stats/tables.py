@@ -50,7 +50,8 @@ class Site:
         y: The outcome [n] in float64; None where the tables have none.
         offset: What is added to the linear predictor, [n].
         weights: The rows' weights, [n]; 1 where there are none.
-        dropped: Number of rows that were left out as a value is missing.
+        dropped: Number of rows that were left out, as a value is missing, or as a policy does not
+            count few new rows.
         missing: How often each column of the design, and the outcome, was missing, p + 1.
         weighing: What the weights are.
         rows: A hash of the labels of its complete rows in the data frame that was given.

@@ -146,7 +146,7 @@ def test_missing_values_are_counted_by_site_and_column():
     assert told.statistics.loc[("kind[c]", "missing")].tolist() == [2, 0, 0, 0, 2]
     assert told.dropped == {"east": 2, "north": 0, "south": 0, "west": 5}
     assert told.statistics.loc[("", "rows"), "west"] == SIZES["west"] - 5
-    assert "left out as a value is missing: east 2, west 5" in str(told)
+    assert "left out, as a value is missing or as few are new: east 2, west 5" in str(told)
     assert (
         told.to_markdown().count("| age, missing") == told.to_markdown().count("kind, missing") == 1
     )

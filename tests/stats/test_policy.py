@@ -283,6 +283,8 @@ def test_two_analyses_differ_in_rows_enough():
 
     first = total(rows.head(40))
     assert total(rows.head(43).iloc[::-1]) == pytest.approx(first)
+    again = bf.stats.tables({"va": rows.head(43)}, outcome="ill", terms=["age"], policy=policy)
+    assert bf.stats.glm(again, family="binomial").dropped == {"va": 3}
     assert total(rows.head(50)) == sum(range(50))
     for lost in (1, 9):
         with pytest.raises(Refusal, match="min_rows, as its rows differ from those of an earlier"):

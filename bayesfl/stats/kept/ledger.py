@@ -10,7 +10,7 @@ import json
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -82,14 +82,17 @@ class Ledger:
         self.lines = [*self.lines, line][-LINES:]
 
     def settled(self, site: "Site") -> "Site":
-        """Return a site without new rows that are too few to count; see `Policy.min_rows`."""
+        """Return a site without new rows that are too few to count, which it says are left out; see
+        `Policy.min_rows`.
+        """
         assert site.policy is not None
         for analysis in reversed(self.analyses.get(site.name, [])):
             if not {*analysis["of"]} <= {*site.frame}:
                 continue
             marks, before = self._marks(site, analysis["of"]), {*analysis["rows"]}
             if before < {*marks} and len(marks) - len(before) < site.policy.min_rows:
-                return site.some(np.array([mark in before for mark in marks]))
+                old = np.array([mark in before for mark in marks])
+                return replace(site.some(old), dropped=site.dropped + int((~old).sum()))
         return site
 
     def differs(self, site: "Site", indicators: Tensor, least: int) -> str | None:

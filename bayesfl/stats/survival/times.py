@@ -261,7 +261,7 @@ class Followed:
     Args:
         rows: {site: number of rows, each as often as it counts}.
         events: {site: number of events}.
-        dropped: {site: rows left out as a value is missing}.
+        dropped: {site: rows left out, as a value is missing or as they are few new ones}.
         marks: Ten times of two digits, the last one of which no row exceeds.
     """
 
