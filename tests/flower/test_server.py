@@ -664,6 +664,15 @@ def test_batch_norm_dropout_and_augmentation_to_the_bit(
     assert not torch.allclose(plain.server[block]["loc"], sim.server[block]["loc"])
 
 
+def test_a_phase_reads_validation_rows_of_a_node(parted: FederatedData, tmp_path: Path):
+    """By which FedFomo compares models, as in a simulation."""
+    net = bf.models.mlp(64, hidden=4, outputs=5)
+    algorithm = bf.algorithms.fedfomo(net, models=2, epochs=1)
+    found, wanted = deploy(algorithm, parted, tmp_path), simulated(algorithm, parted)
+    assert_same(found, tmp_path, wanted)
+    assert wanted.server["affinity"].any()
+
+
 def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
     """A client sends a mean and a variance for each channel of a norm, beside its weight and bias;
     where norms stay, none of the four.
