@@ -952,8 +952,9 @@ def _refuse_copies(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Alg
     one.
     """
     if (copies := algorithm.copies(algorithm.parts)) is not None:
+        several = next(part for part in algorithm.parts if algorithm.blocks[part].copies)
         raise ValueError(
-            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; "
-            f"take Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}()), with the "
+            f"a linearised network is one model, and block {several!r} has {copies} copies; "
+            f"take Mixture({several!r}, 'pi', each={type(rule).__name__}()), with the "
             "name of the mixture's weights for 'pi'"
         )
