@@ -354,7 +354,7 @@ def test_a_component_without_examples_is_no_reason_to_warn(small: nn.Module):
         ),
         (
             lambda model: replace(em(model, None), predictor=LinearisedLaplace("components")),
-            r"\('components',\).* 2 copies; .*Mixture\('components', 'pi', "
+            r"'components' has 2 copies; .*Mixture\('components', 'pi', "
             r"each=LinearisedLaplace\(\)\)",
         ),
     ],
