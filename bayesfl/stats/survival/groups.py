@@ -18,7 +18,8 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     """Return the groups by a column, or `ALL`.
 
     Raises:
-        ValueError: It has text and numbers, its levels are not known here, or it has one value.
+        TypeError: It has text and numbers, which have no order.
+        ValueError: Its levels are not known here, or it has one value.
     """
     if by is None or isinstance(by, Levels):
         return by or ALL
@@ -29,8 +30,6 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    if len({isinstance(value, str) for value in found}) > 1:
-        raise ValueError(f"{by!r} has text and numbers; make one of these of all its values")
     return Levels(by, tuple(sorted(found)))
 
 

@@ -144,7 +144,10 @@ def test_names_and_priors_are_checked():
     real: Any = {"mu": constraints.real}
     with pytest.raises(ValueError, match=r"\['mu'\] are in shared= and in local="):
         bf.stats.posterior(log_density, rows, shared=real, local=real)
-    prior: Any = lambda shared: shared["mu"].expand(2)  # noqa: E731
+
+    def prior(shared: Tensors) -> Tensor:
+        return shared["mu"].expand(2)
+
     with pytest.raises(RuntimeError) as raised:
         bf.stats.posterior(log_density, rows, shared=real, prior=prior)
     assert raised.value.__notes__ == ["in prior=, which returns one number, a tensor []"]
