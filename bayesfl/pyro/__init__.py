@@ -12,7 +12,7 @@ from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.pyro.program import Program
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.density.plain import site_of, tables_of
+from bayesfl.stats.density.plain import check_some, site_of, tables_of
 from bayesfl.stats.density.posterior import Posterior, fitted
 from bayesfl.stats.policy import Policy
 from bayesfl.stats.tables import Tables
@@ -51,6 +51,7 @@ def densities(
         ('mu',)
     """
     shared = _names(shared)
+    check_some(rows, shared)
     sites, first = {}, None
     for name in sorted(rows):
         with noted(f"raised by the model at site {name!r}"):

@@ -149,6 +149,18 @@ class Program:
 
         return vmap(one, randomness="different")(values)
 
+    def counted(self) -> np.ndarray:
+        """Return which of what is observed counts, as no `poutine.mask` leaves it out, [n]."""
+        with torch.random.fork_rng(devices=[]):
+            found = self.nodes({})
+        masks = [
+            torch.as_tensor(True if (mask := found[name]["mask"]) is None else mask).expand(
+                found[name]["fn"].batch_shape
+            )
+            for name in self.observed
+        ]
+        return torch.cat([one.flatten() for one in masks]).numpy()
+
     @cached_property
     def plates(self) -> dict[str, list[str]]:
         """Return the names of the plates that each statement stands in, by its dimensions."""
@@ -323,8 +335,9 @@ def _numbers(rows: Any) -> Any:
 
 
 def _is_made(node: Any) -> bool:
-    """Return whether a statement is `pyro.deterministic`."""
-    return bool(node["infer"].get("_deterministic"))
+    """Return whether a statement is `pyro.deterministic`, or a `Delta`, which is the same."""
+    point = not node["is_observed"] and type(node["fn"]).__name__ == "Delta"
+    return point or bool(node["infer"].get("_deterministic"))
 
 
 def _observed(nodes: dict[str, Any]) -> list[str]:

@@ -245,6 +245,40 @@ def test_an_outcome_of_one_number_is_a_row_and_a_factor_is_none():
     assert "a: 1 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)
 
 
+def test_rows_that_a_mask_leaves_out_do_not_count():
+    """And fits whose masks differ are not compared: their evidence is of other rows."""
+
+    def masked(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)), pyro.poutine.mask(mask=y < 2):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    fit, other = (bf.pyro.fit(model, ROWS, shared=["mu"]) for model in (masked, normal))
+    assert "b: 1 rows left out in turn" in fit.compare(fit)
+    with pytest.raises(ValueError, match=r"mask other rows of \['a', 'b'\]; mask the same"):
+        fit.compare(other)
+
+
+def test_a_delta_is_deterministic():
+    """As Pyro writes both alike."""
+
+    def model(y: Tensor) -> None:
+        shift = pyro.sample("shift", dist.Delta(torch.tensor(1.0)))
+        normal(y - shift)
+
+    fit = bf.pyro.fit(model, ROWS, shared=["mu"])
+    wanted = bf.pyro.fit(normal, {site: (y - 1,) for site, (y,) in ROWS.items()}, shared=["mu"])
+    assert fit.table().equals(wanted.table())
+    assert bool((fit.local("a")["shift"] == 1).all())
+
+
+@pytest.mark.parametrize(("rows", "shared"), [({}, ["mu"]), (ROWS, [])])
+def test_sites_share_something(rows: dict[str, Any], shared: list[str]):
+    """One site at least, and one parameter."""
+    with pytest.raises(ValueError, match="sites= and shared= need an entry"):
+        bf.pyro.fit(normal, rows, shared=shared)
+
+
 def test_what_is_deterministic_is_with_a_sites_own():
     """Of draws and for ArviZ, where plates and dimensions do not share a name."""
 

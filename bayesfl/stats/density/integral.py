@@ -23,7 +23,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -267,6 +267,8 @@ class Integral:
     begin: Tensor
     rows: tuple[Tensor, ...] = ()
     width: int = 1
+    rounding: ClassVar[float] = 1e-8
+    """Nats by which a normal density may seem to differ from one."""
 
     @property
     def size(self) -> int:
@@ -425,7 +427,7 @@ class Integral:
         """Return whether the own parameters are normal given phi [N, q], by some draws of these."""
         noise = torch.from_numpy(generator(0, Purpose.POSTERIOR).standard_normal((9, self.size)))
         logs = self.weights(phi, noise.expand(len(self.begin), len(phi), -1, -1))[1]
-        return bool((logs.abs() < 1e-8).all())
+        return bool((logs.abs() < self.rounding).all())
 
     def weights(self, phi: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return draws of the normal approximation at phi [N, q] by noise [J, N, M, d], and the
@@ -489,15 +491,15 @@ class Integral:
 @dataclass(frozen=True)
 class Differences(Integral):
     """The integral of one site's log density without derivatives, whose are found by differences of
-    values: of f by z, and of Laplace's log m by phi.
+    values: of f by z, and of Laplace's log m by phi. The density takes many, [N, q] and [N, d].
     """
 
+    rounding = 1e-4
+
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return f [1, N], one after the other; see `Integral`."""
-        found = [[float(self.density(*both)) for both in zip(phi, z[0], strict=True)]]
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(
-            -torch.inf, posinf=-torch.inf, neginf=-torch.inf
-        )
+        """Return f [1, N]; see `Integral`."""
+        found = self.density(phi, z[0])[None]
+        return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
     def curvature(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return slopes and H by differences; see `Integral`."""

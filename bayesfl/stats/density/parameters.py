@@ -62,7 +62,7 @@ class Parameter(Number):
         """Return torch's map from all numbers to the range."""
         return biject_to(_range(ast.parse(self.support, mode="eval").body))
 
-    @property
+    @cached_property
     def free(self) -> tuple[int, ...]:
         """Return the shape of the numbers without a range."""
         return tuple(self.map.inverse_shape(torch.Size(self.shape)))

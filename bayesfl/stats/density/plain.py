@@ -1,6 +1,6 @@
 """The posterior of a plain function, log p(rows, own | shared), over sites."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ import numpy as np
 import pandas
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Tensors
@@ -105,12 +106,18 @@ def tables_of(
             if not has_mode:
                 raise ValueError(
                     f"the own parameters of site {ordered[k].name!r} have no mode that Newton's "
-                    "steps find: the density may grow without bound, as where an own scale goes to "
-                    "zero, or have a kink: write what has this scale as the scale times a "
-                    "parameter, or take a smooth density"
+                    "steps find: the density may be flat along one, as along what obs_mask= masks, "
+                    "grow without bound, as where an own scale goes to zero, or have a kink: write "
+                    "what has this scale as the scale times a parameter, or take a smooth density"
                 )
     found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
     return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
+
+
+def check_some(rows: Mapping[str, Any], shared: Collection[str]) -> None:
+    """Refuse a fit without sites, and one whose sites share nothing."""
+    if not rows or not shared:
+        raise ValueError("sites= and shared= need an entry: sites that share nothing fit alone")
 
 
 def groups_of(parameters: Sequence[Parameter]) -> Tensor:
@@ -134,6 +141,76 @@ def _parameters(ranges: Mapping[str, Range], rows: Any) -> tuple[Parameter, ...]
         size: Any = shape(rows) if callable(shape) else shape
         found.append(Parameter.of(name, support, (size,) if isinstance(size, int) else size))
     return tuple(found)
+
+
+def _one(found: Any) -> Any:
+    if np.ndim(found):
+        raise ValueError(
+            f"log_density must return one number, as a sum over rows, not {found.shape}"
+        )
+    return found
+
+
+def _flat(_: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+def _by_torch(
+    log_density: LogDensity,
+    rows: Any,
+    shared: tuple[Parameter, ...],
+    own: tuple[Parameter, ...],
+) -> Local:
+    """Return a site's model of a function of tensors."""
+    given = Rows.of(rows)
+
+    def density(phi: Tensor, z: Tensor, *tensors: Tensor) -> Tensor:
+        (values, log_jacobian), (ours, _) = constrained(own, z), constrained(shared, phi)
+        with Unasked() if tensors else nullcontext():
+            return _one(log_density(ours, values, given.having(tensors))) + log_jacobian
+
+    begin, middle = _zeros(shared), _zeros(own)
+    density(begin, middle)  # as it stands, so that torch's distributions look at the rows
+    parts = Parts.of(density, begin, middle, groups_of(own))
+    integral = Integral(density, parts, middle[None], width=given.longest)
+    return Local(integral, own, begin, _flat, given)
+
+
+def _by_differences(
+    log_density: LogDensity,
+    rows: Any,
+    shared: tuple[Parameter, ...],
+    own: tuple[Parameter, ...],
+) -> Local:
+    """Return a site's model of a function of NumPy arrays."""
+    begin, middle = _zeros(shared), _zeros(own)
+    if len(middle) > MOST_OWN:
+        raise ValueError(
+            f"there are {len(middle)} own parameters, and derivatives by differences take "
+            f"{MOST_OWN} at most: write log_density in torch"
+        )
+
+    def density(phi: Tensor, z: Tensor) -> Tensor:
+        values, log_jacobian = vmap(partial(constrained, own))(z)
+        theirs = _arrays(values)
+        ours = _arrays(vmap(partial(constrained, shared))(phi)[0])
+        found = [_one(log_density(_at(ours, k), _at(theirs, k), rows)) for k in range(len(phi))]
+        return torch.tensor(found, dtype=torch.float64) + log_jacobian
+
+    density(begin[None], middle[None])
+    return Local(Differences(density, Parts.whole(len(middle)), middle[None]), own, begin, _flat)
+
+
+def _arrays(values: Tensors) -> dict[str, np.ndarray]:
+    return {name: t.numpy() for name, t in values.items()}
+
+
+def _at(values: dict[str, np.ndarray], k: int) -> dict[str, Any]:
+    return {name: t[k] for name, t in values.items()}
+
+
+def _zeros(parameters: Sequence[Parameter]) -> Tensor:
+    return torch.zeros(sum(one.size for one in parameters), dtype=torch.float64)
 
 
 @declared
@@ -171,43 +248,16 @@ def densities(
         >>> sites.names, sites.columns
         (('a', 'b'), ('mu',))
     """
+    check_some(rows, shared)
     if both := sorted({*shared} & {*(local or {})}):
         raise ValueError(f"{both} are in shared= and in local=; leave them in one")
     parameters = _parameters(shared, None)
     sites = {}
     for name, one in rows.items():
-        one, own = in_double(one), _parameters(local or {}, one)
-
-        given = Rows.of(one)
-
-        def density(phi: Tensor, z: Tensor, *rows: Tensor, of: Rows = given, own: Any = own) -> Any:
-            (values, log_jacobian), (ours, _) = constrained(own, z), constrained(parameters, phi)
-            if derivatives == "differences":
-                ours, values = ({n: t.numpy() for n, t in of.items()} for of in (ours, values))
-            with Unasked() if rows else nullcontext():
-                found: Any = log_density(ours, values, of.having(rows))
-            if np.ndim(found):
-                raise ValueError(
-                    f"log_density must return one number, as a sum over rows, not {found.shape}"
-                )
-            return found + log_jacobian
-
-        q, d = (sum(part.size for part in of) for of in (parameters, own))
-        begin = torch.zeros(q, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
-        # Once as it stands, so that torch's distributions look at the rows.
+        own = _parameters(local or {}, one)
+        make = _by_torch if derivatives == "autograd" else _by_differences
         with noted(f"in log_density, of the rows of site {name!r}"):
-            partial(density, *begin)()
-        if derivatives == "autograd":
-            parts = Parts.of(density, *begin, groups_of(own))
-            integral, alike = Integral(density, parts, begin[1][None], width=given.longest), given
-        else:
-            if d > MOST_OWN:
-                raise ValueError(
-                    f"site {name!r} has {d} own parameters, and derivatives by differences take "
-                    f"{MOST_OWN} at most: write log_density in torch"
-                )
-            integral, alike = Differences(density, Parts.whole(d), begin[1][None]), None
-        made = Local(integral, own, begin[0], lambda phi: phi.new_zeros(()), alike)
+            made = make(log_density, in_double(one), parameters, own)
         sites[name] = site_of(name, one, made)
     return tables_of(sites, parameters, policy)
 

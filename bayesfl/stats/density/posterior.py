@@ -191,7 +191,12 @@ class Posterior(Refits):
             if name in other.here
             and all((one := fit.here[name].program) and one.observed for fit in (self, other))
         ]
-        apart = {site: self._left_out(site) - other._left_out(site) for site in both}
+        masks = [{site: fit.here[site].program.counted() for site in both} for fit in (self, other)]
+        if others := [site for site in both if not np.array_equal(masks[0][site], masks[1][site])]:
+            raise ValueError(f"the fits mask other rows of {others}; mask the same in both")
+        apart = {
+            site: (self._left_out(site) - other._left_out(site))[masks[0][site]] for site in both
+        }
         if len(both) > 1:
             apart["all of these"] = np.concatenate([*apart.values()])
         for site, each in apart.items():

@@ -249,7 +249,7 @@ def test_parts_are_found_and_refused():
 def test_differences_are_close():
     """A function without derivatives."""
     begin = torch.zeros(1, GROUPS, dtype=torch.float64)
-    rough = Differences(normal, Parts.whole(GROUPS), begin)
+    rough = Differences(vmap(normal), Parts.whole(GROUPS), begin)
     phi = vectors(2)
     values, slopes, hessians = (t[0] for t in rough.derivatives(phi))
     assert torch.allclose(values, vmap(normal_marginal)(phi), atol=1e-5)
