@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_origin, get_type_hints
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from bayesfl.base.options import Count, Natural, Positive, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.stats.kept.ledger import Ledger
+from bayesfl.stats.kept.ledger import Indicators, Ledger
 
 if TYPE_CHECKING:
     from bayesfl.stats.tables import Site, Tables
@@ -148,7 +149,11 @@ class Policy:
             "min_level": lambda: _rarest(site, question) < self.min_level,
             "min_level of the column": lambda: self._of_few(site, tables),
             "max_parameters_per_row": lambda: max(sizes) > self.max_parameters_per_row * n,
-            "exact_times": lambda: exact and not self.exact_times,
+            "exact_times": lambda: (
+                exact
+                and not self.exact_times
+                and f"(a time has {question.digits:g} digits, and digits = {self.digits})"
+            ),
             "min_sites": lambda: question.hidden and len(tables.sites) < self.min_sites,
             "min_level of a cell": lambda: (
                 not exact
@@ -192,20 +197,24 @@ class Policy:
 
     def _of_few(self, site: "Site", tables: "Tables") -> str | None:
         """Return the first column that fewer rows than `min_level` make; None if none does."""
-        outcome = () if tables.outcome is None else (tables.outcome,)
-        names = (*tables.columns, *outcome, tables.offset, "weights")
         few = [] if self.min_level < 2 else (site.held(self.min_level - 1) >= MOST).tolist()
-        return next((repr(name) for name, so in zip(names, few, strict=False) if so), None)
+        return next(compress(_names(tables), few), None)
 
-    def _indicators(self, question: "Question", site: "Site") -> Tensor:
+    def _indicators(self, question: "Question", site: "Site") -> Indicators:
         """Return who has which of two values, or which level, in the site's columns and those that
-        a question names, [k, n] of bools.
+        a question names.
         """
-        found = [values == values.max() for values in site.of_two.T]
+        two = compress(_names(question.tables), site.has_two)
+        found = {
+            name: values == values.max() for name, values in zip(two, site.of_two.T, strict=True)
+        }
         for name in _categories(site, question):
             levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
-            found += [torch.from_numpy(codes == level) for level in range(len(levels))]
-        return torch.stack(found) if found else torch.zeros(0, len(site.x), dtype=torch.bool)
+            found |= {
+                f"{name!r} = {level}": torch.from_numpy(codes == k)
+                for k, level in enumerate(levels)
+            }
+        return found
 
 
 @dataclass(frozen=True)
@@ -250,6 +259,12 @@ class Question:
     def named(self, site: "Site") -> set[str]:
         """Return a site's columns that the question names, as those of groups and times."""
         return {part for part in self.parts if isinstance(part, str) and part in site.frame}
+
+
+def _names(tables: "Tables") -> list[str]:
+    """Return the names of a site's `columns`."""
+    outcome = () if tables.outcome is None else (tables.outcome,)
+    return [repr(name) for name in (*tables.columns, *outcome, tables.offset, "weights")]
 
 
 def _first(rules: Mapping[str, Callable[[], Any]]) -> str | None:

@@ -109,11 +109,15 @@ class Site:
         return self.known[rows]
 
     @cached_property
+    def has_two(self) -> Tensor:
+        """Return which of `columns` have two values, [q]."""
+        low, high = self.columns.amin(0), self.columns.amax(0)
+        return ((self.columns == low) | (self.columns == high)).all(0) & (low < high)
+
+    @property
     def of_two(self) -> Tensor:
         """Return those of `columns` that have two values, [n, k]."""
-        low, high = self.columns.amin(0), self.columns.amax(0)
-        two = ((self.columns == low) | (self.columns == high)).all(0) & (low < high)
-        return self.columns[:, two]
+        return self.columns[:, self.has_two]
 
     @cached_property
     def least_of_two(self) -> float:

@@ -9,12 +9,12 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +29,10 @@ LINES = 10_000
 """Number of lines of questions that are kept. What later analyses are compared with is kept for
 good.
 """
+
+
+Indicators: TypeAlias = Mapping[str, Tensor]
+"""{column, and its value: who has it, [n] of bools}."""
 
 
 @dataclass
@@ -95,14 +99,14 @@ class Ledger:
                 return replace(site.some(old), dropped=site.dropped + int((~old).sum()))
         return site
 
-    def differs(self, site: "Site", indicators: Tensor, least: int) -> str | None:
+    def differs(self, site: "Site", indicators: Indicators, least: int) -> str | None:
         """Say what differs from an earlier analysis in fewer rows than `least`; None if nothing.
 
         Rows are compared by the columns that the earlier analysis's table had.
 
         Args:
             site: The site.
-            indicators: Who has which of two values, [k, n] of bools.
+            indicators: Who has which of two values.
             least: Fewest rows.
         """
         if not least or self._digest(site, indicators) in self.known:
@@ -119,15 +123,15 @@ class Ledger:
             others += [] if apart else [{*one} for one in analysis["columns"]]
         for of, others in alike.items():
             rows, columns = self._sets(site, indicators, of)
-            for place, one in enumerate(columns):
+            for place, (name, one) in enumerate(zip(indicators, columns, strict=True)):
                 for other in (*others, *columns[:place]):
                     for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
                         # What is a column, too, is answered anyway, as a third level.
                         if 0 < len(apart) < least and apart not in columns:
-                            return "one of its columns differs from another one by fewer"
+                            return f"{name} differs by fewer from another column, or its complement"
         return None
 
-    def keep(self, site: "Site", indicators: Tensor) -> None:
+    def keep(self, site: "Site", indicators: Indicators) -> None:
         """Keep what an analysis is about, for later ones; see `differs`."""
         if (digest := self._digest(site, indicators)) not in self.known:
             self.known.append(digest)
@@ -157,18 +161,19 @@ class Ledger:
         return [self._hash(b"%d %d" % (row, next(seen[row]))) for row in hashes]
 
     def _sets(
-        self, site: "Site", indicators: Tensor, of: Sequence[str]
+        self, site: "Site", indicators: Indicators, of: Sequence[str]
     ) -> tuple[set[str], list[set[str]]]:
         """Return the hashes of all rows by some columns, and of those for which each indicator
-        [k, n] holds.
+        holds.
         """
         marks = np.array(self._marks(site, of))
-        return {*marks.tolist()}, [{*marks[one].tolist()} for one in indicators.numpy()]
+        return {*marks.tolist()}, [{*marks[one.numpy()].tolist()} for one in indicators.values()]
 
-    def _digest(self, site: "Site", indicators: Tensor) -> str:
+    def _digest(self, site: "Site", indicators: Indicators) -> str:
         columns = ",".join(sorted(site.frame))
-        parts = (site.row_hashes().tobytes(), indicators.numpy().tobytes())
-        return self._hash(b"".join([f"{site.name} {columns} ".encode(), *parts]))
+        parts = [site.row_hashes(), *(one.numpy() for one in indicators.values())]
+        text = f"{site.name} {columns} ".encode()
+        return self._hash(b"".join([text, *(one.tobytes() for one in parts)]))
 
     def _hash(self, text: bytes) -> str:
         return hashlib.blake2b(text, key=bytes.fromhex(self.key), digest_size=8).hexdigest()
