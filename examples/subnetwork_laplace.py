@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,38 +117,32 @@ def run(given: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float
         precision=given.precision,
     )
 
+    fit = partial(Laplace.fit, model, x, precision=1.0)
     fits: dict[str, Callable[[], Laplace]] = {
-        "every weight on its own": lambda: Laplace.fit(
-            model, x, precision=1.0, structure="diagonal"
-        ),
-        "Kronecker factors": lambda: Laplace.fit(model, x, precision=1.0, structure="kfac"),
-        "last layer": lambda: Laplace.fit(model, x, precision=1.0, pattern="head.*"),
-        "all weights": lambda: Laplace.fit(model, x, precision=1.0, structure="full"),
-    }
-    diagonal = fits["every weight on its own"]()
-    evidence = selection.Evidence(
-        diagonal.loc,
-        diagonal.diagonal,
-        torch.full_like(diagonal.loc, 1 / given.precision),
-        seed,
-    )
-    count = round(given.share * len(diagonal.loc))
-    shares = {}
-    for name in selection.RULES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the share is in the table
-            chosen = selection.select(name, evidence, count)
-        shares[f"{given.share:g} of weights: {name}"] = selection.uncurved_share(evidence, chosen)
-        fits[f"{given.share:g} of weights: {name}"] = lambda chosen=chosen: diagonal.with_structure(
-            x, "subnetwork", indices=chosen
+        "every weight on its own": partial(fit, structure="diagonal"),
+        "Kronecker factors": partial(fit, structure="kfac"),
+        "last layer": partial(fit, structure="last_layer"),
+        "all weights": fit,
+    } | {
+        f"{given.share:g} of weights: {rule}": partial(
+            fit,
+            precision=given.precision,
+            structure="subnetwork",
+            share=given.share,
+            selection=rule,
+            seed=seed,
         )
+        for rule in selection.RULES
+    }
 
     with torch.no_grad():
         plain = {name: model(t).softmax(-1).double() for name, t in (("test", test), ("far", far))}
     found = {"MAP": (measures(plain["test"], truth, plain["far"]), plain["test"], truth)}
-    for name, fit in fits.items():
+    for name, fitting in fits.items():
         start = time.perf_counter()
-        fitted = by_validation(fit(), x, held, labels)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the share without curvature is in the table
+            fitted = by_validation(fitting(), x, held, labels)
         probs = fitted.predict(test)["probs"]
         row = measures(probs, truth, fitted.predict(far)["probs"]) | {
             "seconds": time.perf_counter() - start
@@ -160,11 +155,11 @@ def run(given: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float
             "log10_precision": float(fitted.precision[0].log10()),
             "order": float(fitted.inverse.order),
         }
-        found[name] = (
-            row | ({"uncurved_share": shares[name]} if name in shares else {}),
-            probs,
-            truth,
-        )
+        if (chosen := fitted.indices) is not None:
+            prior = torch.full_like(fitted.loc, 1 / given.precision)
+            evidence = selection.Evidence(fitted.loc, fitted.diagonal, prior)
+            row["uncurved_share"] = selection.uncurved_share(evidence, chosen)
+        found[name] = row, probs, truth
     return found
 
 

@@ -38,13 +38,12 @@ from bayesfl.composition import (
     equal,
     options,
     server_mean,
-    size_of,
 )
 from bayesfl.curvature import Curvature, invert
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import Adam
 from bayesfl.posteriors.linearised import Link
-from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
+from bayesfl.posteriors.selection import Evidence, Rule, select, size_of, uncurved_share
 
 AggregationRule = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 IDLE: options.Idle = {

@@ -35,7 +35,6 @@ from bayesfl.composition.predictors import (
     LinearisedLaplace,
     Mixture,
     Neighbours,
-    size_of,
 )
 from bayesfl.composition.priors import (
     Normal,
@@ -88,7 +87,6 @@ __all__ = [
     "own_mean",
     "reweighted",
     "server_mean",
-    "size_of",
     "standard_normal",
     "tempering",
     "tied",

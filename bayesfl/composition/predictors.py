@@ -28,10 +28,11 @@ from bayesfl.models.cutting import has_body
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
+from bayesfl.posteriors.laplace import last_layer
 from bayesfl.posteriors.linearised import Link, kappa, predictive
 from bayesfl.posteriors.mixture import responsibilities
-from bayesfl.posteriors.pooled import PooledCurvature, Structure, last_layer
-from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select
+from bayesfl.posteriors.pooled import PooledCurvature, Structure
+from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select, size_of
 
 if TYPE_CHECKING:
     from bayesfl.composition.algorithm import Algorithm
@@ -355,7 +356,7 @@ class PooledLaplace(_Untuned):
 
     Args:
         structure: Which covariances are kept: `last_layer`, all of the last layer's weights;
-            `diagonal`, none; `kronecker`, two factors for each layer; `full`, all.
+            `diagonal`, none; `kfac`, two factors for each layer; `full`, all.
         precision: Prior precision of every weight, for a likelihood that is a sum over the rows; or
             `evidence` for the one of largest log marginal likelihood.
         pattern: Which parameters are covered, a pattern over their names such as `head.*`; the
@@ -552,17 +553,6 @@ def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
     """Return a predictor's options, and of whose rows its curvature is, as text."""
     options = ", ".join(f"{of.name}={getattr(rule, of.name)!r}" for of in fields(rule))
     return f"{type(rule).__name__}({options}; the curvature of {whose} rows)"
-
-
-def size_of(share: float, weights: int) -> int:
-    """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least
-    one.
-
-    Example:
-        >>> bf.predictors.size_of(0.05, 1000)
-        50
-    """
-    return max(1, int(share * weights + 1e-9))
 
 
 @dataclass(frozen=True)

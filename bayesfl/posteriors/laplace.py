@@ -9,8 +9,8 @@ where the subscript S restricts to P selected weights of D: all of them (`full`)
 each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the
 linearised network f(x) + J(x) (w - loc).
 
-The last-layer approximation is any of these over the last layer's parameters alone:
-`Laplace.fit(model, x, precision=1.0, pattern="head.*")`.
+The last-layer approximation is `full` over the last layer's parameters alone, `last_layer`; a
+pattern over them, as `head.*`, has it with any structure.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
 4(3), 1992; Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.numerics import in_own_modes, own_modes
-from bayesfl.base.options import declared, suggests
+from bayesfl.base.options import Natural, Share, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
@@ -54,8 +54,11 @@ from bayesfl.posteriors.sampling.stored import (
     likelihood_text,
     network_of,
 )
+from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select, size_of
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
+RULED = ("share", "selection", "indices", "seed")
+"""Options of a subnetwork."""
 
 
 @in_own_modes
@@ -94,8 +97,13 @@ class Laplace(Drawn):
     weight: Tensor | None = None
 
     @classmethod
-    @own_modes()
-    @suggests
+    @declared(
+        idle={
+            **{("structure", name): RULED for name in ("full", "diagonal")},
+            ("structure", "last_layer"): (*RULED, "pattern"),
+            ("structure", "kfac"): (*RULED, "weight"),
+        }
+    )
     def fit(
         cls,
         model: nn.Module,
@@ -103,14 +111,17 @@ class Laplace(Drawn):
         y: Tensor | None = None,
         *,
         precision: float | Tensor,
-        structure: Structure = "full",
+        structure: Structure | Literal["last_layer"] = "full",
+        share: Share = 0.05,
+        selection: Annotated[str | Rule, check_rule] = "wasserstein",
         indices: Tensor | None = None,
+        seed: Natural = 0,
         likelihood: Likelihood | None = None,
         pattern: Pattern | Layout = "*",
         weight: Tensor | None = None,
         backend: Name = "auto",
         memory: int | None = None,
-    ) -> "Laplace":
+    ) -> Self:
         """Fit Laplace's approximation around the present weights of `model`, which is not changed.
 
         Args:
@@ -125,15 +136,19 @@ class Laplace(Drawn):
                 worse than those of the weights alone, see
                 `bayesfl.posteriors.prior_precision.by_validation`, which chooses it.
             structure: `full`: all weights with all covariances, by the smaller of primal and dual
-                form, never a D x D matrix where N O < D; `subnetwork`: the weights of `indices`
-                with all covariances; `diagonal`: all weights without covariances; `kfac`: a
+                form, never a D x D matrix where N O < D; `last_layer`: the same of the layer that
+                the network declares last, which is linear; `subnetwork`: some weights with all
+                covariances; `diagonal`: all weights without covariances; `kfac`: a
                 Kronecker-factored GGN of whole linear layers and convolutions, and of norms (batch,
                 layer, group) the GGN's own block of each weight and each bias.
-            indices: Indices of the subnetwork's P selected weights into the flat vector of covered
-                weights, [P]; see `bayesfl.selection`.
+            share: Share of the weights in the subnetwork.
+            selection: Rule that chooses these, or its name, see `bayesfl.selection`.
+            indices: Indices of the subnetwork's P weights into the flat vector of covered weights,
+                [P], in place of a rule.
+            seed: Seed of rules that draw.
             likelihood: Distribution of y given the outputs; categorical by default.
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others
-                are constants. `head.*`, the last layer's, gives the last-layer approximation.
+                are constants.
             weight: How many times each example counts, [N] numbers >= 0, such as its responsibility
                 in a mixture; None for once. It needs inputs in a fixed order, as one tensor or a
                 list of batches; `kfac` has none.
@@ -142,9 +157,10 @@ class Laplace(Drawn):
 
         Raises:
             TypeError: The likelihood's curvature is not known.
-            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the
-                structure or the data, the curvature is not finite, or the likelihood needs another
-                number of outputs; for `kfac`, `pattern` covers other layers, or a layer in part.
+            ValueError: `precision` lies outside 1e-30 to 1e30, `indices`, `pattern` or `weight` do
+                not fit the structure or the data, the curvature is not finite, or the likelihood
+                needs another number of outputs; for `kfac`, `pattern` covers other layers, or a
+                layer in part.
             MemoryError: A factor needs more bytes than `memory`; the message says how many.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
 
@@ -154,7 +170,8 @@ class Laplace(Drawn):
             >>> bf.posteriors.Laplace.fit(model, x, y, precision=1.0, structure="kfac")
             Laplace(kfac, 9 of 9 weights, 30 examples, precision 1)
         """
-        _check_structure(structure, indices, weight)
+        if structure == "last_layer":
+            structure, pattern = "full", last_layer(model)
         if weight is not None and not isinstance(x, Tensor | Mapping | Sequence):
             raise ValueError(
                 f"weight goes by the places of examples, which a {type(x).__name__} may change "
@@ -165,6 +182,9 @@ class Laplace(Drawn):
         with explained(of_batch(x) if one_batch(x) else {}):
             diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
         prior, examples = curvature.vector(precision), sum(counts)
+        if structure == "subnetwork" and indices is None:
+            evidence = Evidence(curvature.weights, diagonal, 1 / prior, seed, curvature.layout)
+            indices = select(selection, evidence, size_of(share, len(prior)))
         inverse = _inverse(curvature, x, prior, structure, indices, diagonal, examples, weight)
         return cls(
             curvature, curvature.weights, prior, diagonal, structure, examples, inverse, weight
@@ -374,46 +394,17 @@ class Laplace(Drawn):
         if isinstance(self.inverse, Kronecker):
             inverse = self.inverse.with_precision(prior, self.diagonal)
         else:
-            inverse = self._inverted(x, prior, self.structure, self.indices)
+            inverse = _inverse(
+                self.curvature,
+                x,
+                prior,
+                self.structure,
+                self.indices,
+                self.diagonal,
+                self.examples,
+                self.weight,
+            )
         return replace(self, precision=prior, inverse=inverse)
-
-    def with_structure(
-        self, x: Data, structure: Structure, *, indices: Tensor | None = None
-    ) -> Self:
-        """Return the approximation under another structure, for the same `x`, weights and
-        precision; the GGN's diagonal is reused.
-
-        A subnetwork is thus fitted after it was chosen from a diagonal fit, see
-        `bayesfl.selection`.
-
-        Args:
-            x: The inputs that the posterior was fitted to.
-            structure: The new structure, see `fit`.
-            indices: Indices of the subnetwork, see `fit`.
-
-        Raises:
-            ValueError: As in `fit`, or `x` has another number of examples than the posterior was
-                fitted to.
-            MemoryError: As in `fit`.
-            torch.linalg.LinAlgError: As in `fit`.
-        """
-        _check_structure(structure, indices, self.weight)
-        inverse = self._inverted(x, self.precision, structure, indices)
-        return replace(self, structure=structure, inverse=inverse)
-
-    def _inverted(
-        self, x: Data | None, prior: Tensor, structure: Structure, indices: Tensor | None
-    ) -> Inverse | Kronecker:
-        return _inverse(
-            self.curvature,
-            x,
-            prior,
-            structure,
-            indices,
-            self.diagonal,
-            self.examples,
-            self.weight,
-        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior into one file, whole or not at all; `Laplace.load` reads it on any
@@ -494,18 +485,24 @@ def _inverse(
     return invert(curvature, same, prior, indices=indices, diagonal=diagonal, weight=weight)
 
 
-@declared
-def _check_structure(structure: Structure, indices: Tensor | None, weight: Tensor | None) -> None:
-    if (indices is None) == (structure == "subnetwork"):
-        needs = "needs" if indices is None else "has no"
+def last_layer(model: nn.Module) -> str:
+    """Return a pattern of the parameters of the layer that a network declares last.
+
+    Raises:
+        ValueError: That layer is not linear.
+    """
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    name, layer = layers[-1] if layers else ("", model)
+    if type(layer) is not nn.Linear:
         raise ValueError(
-            f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices"
+            f"the layer that the network declares last, {name!r}, is a {type(layer).__name__} and "
+            "not linear; name the last one, as structure='full', pattern='head.*'"
         )
-    if structure == "kfac" and weight is not None:
-        raise ValueError(
-            "structure 'kfac' counts each example once, but weight is given; take another "
-            "structure, or leave weight out"
-        )
+    return f"{name}.*" if name else "*"
 
 
 def _told(precision: Tensor) -> str:

@@ -29,21 +29,14 @@ from bayesfl.curvature import Curvature, Inverse, kronecker
 from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import independent, invert_ggn, restore
 from bayesfl.curvature.kronecker import Kronecker
-from bayesfl.posteriors.laplace import Laplace
+from bayesfl.posteriors.laplace import Laplace, last_layer
 from bayesfl.posteriors.laplace import Structure as Form
 from bayesfl.posteriors.prior_precision import best_precision
 
-Structure = Literal["last_layer", "diagonal", "kronecker", "full"]
+Structure = Literal["last_layer", "diagonal", "kfac", "full"]
 """Which covariances a pooled approximation has: all of the last layer's weights, the others being
 constants; none; a product of two factors for each layer; all of all weights.
 """
-FORMS: Mapping[Structure, Form] = {
-    "last_layer": "full",
-    "diagonal": "diagonal",
-    "kronecker": "kfac",
-    "full": "full",
-}
-"""The structure of `Laplace` that each is."""
 
 
 @in_own_modes
@@ -139,12 +132,12 @@ class PooledCurvature:
         common: dict[str, tuple[int, ...]] = {"n_examples": (), "nll": ()}
         if self.structure == "diagonal":
             return common | {"diagonal": NotNegative((size,))}
-        if self.structure == "kronecker":
+        if self.structure == "kfac":
             for place, (outputs, inputs) in enumerate(kronecker.orders(self.curvature)):
                 common |= {f"outputs_{place}": _triangle(outputs)}
                 common |= {f"inputs_{place}": _triangle(inputs)}
             return common
-        smaller = "take structure='last_layer', 'kronecker' or 'diagonal'"
+        smaller = "take structure='last_layer', 'kfac' or 'diagonal'"
         require(8 * size**2, self.curvature.memory, f"a GGN of {size} weights", smaller)
         return common | {"ggn": _triangle(size)}
 
@@ -171,7 +164,7 @@ class PooledCurvature:
         found = {"n_examples": torch.tensor(len(y)), "nll": losses.sum()}
         if self.structure == "diagonal":
             return found | {"diagonal": curvature.diagonal(data)}
-        if self.structure == "kronecker":
+        if self.structure == "kfac":
             for place, (outputs, inputs) in enumerate(kronecker.factors(curvature, data)[0]):
                 found |= {f"outputs_{place}": _lower(outputs), f"inputs_{place}": _lower(inputs)}
             return found
@@ -219,7 +212,7 @@ class PooledCurvature:
         if self.structure == "diagonal":
             diagonal = total["diagonal"]
             return diagonal, lambda: diagonal, partial(independent, curvature, diagonal=diagonal)
-        if self.structure == "kronecker":
+        if self.structure == "kfac":
             factors = [
                 (_whole(total[f"outputs_{place}"], h), _whole(total[f"inputs_{place}"], i))
                 for place, (h, i) in enumerate(kronecker.orders(curvature))
@@ -257,7 +250,7 @@ class PooledCurvature:
             for name, t in state.items()
             if name.startswith("inverse_")
         }
-        form = FORMS[self.structure]
+        form: Form = "full" if self.structure == "last_layer" else self.structure
         own = {name: t.to(curvature.device) for name, t in state.items()}
         return PooledPosterior(
             curvature=curvature,
@@ -271,26 +264,6 @@ class PooledCurvature:
             else restore(curvature, parts),
             log_likelihood=-own["nll"],
         )
-
-
-def last_layer(model: nn.Module) -> str:
-    """Return a pattern of the parameters of the layer that a network declares last.
-
-    Raises:
-        ValueError: That layer is not linear.
-    """
-    layers = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if next(layer.parameters(recurse=False), None) is not None
-    ]
-    name, layer = layers[-1] if layers else ("", model)
-    if type(layer) is not nn.Linear:
-        raise ValueError(
-            f"the layer that the network declares last, {name!r}, is a {type(layer).__name__} and "
-            "not linear; name the last one, as structure='full', pattern='head.*'"
-        )
-    return f"{name}.*" if name else "*"
 
 
 def _triangle(order: int) -> tuple[int]:

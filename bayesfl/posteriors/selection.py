@@ -215,6 +215,17 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     return chosen
 
 
+def size_of(share: float, weights: int) -> int:
+    """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least
+    one.
+
+    Example:
+        >>> bf.selection.size_of(0.05, 1000)
+        50
+    """
+    return max(1, int(share * weights + 1e-9))
+
+
 def check_rule(name: str, rule: object) -> None:
     """Check that `rule` is a rule or the name of one.
 

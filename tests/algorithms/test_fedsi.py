@@ -3,6 +3,7 @@ every aggregation rule by hand.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,12 +216,11 @@ def test_the_papers_literal_reading_predicts_with_the_servers_variances(
     x, _ = clients.train.client(2)
     network = twin(model)
     network.load_state_dict(result.client(2).model().state_dict())
-    whole = Laplace.fit(
-        network, x.double(), precision=1 / g, structure="diagonal", pattern="body.*"
-    )
+    fit = partial(Laplace.fit, network, x.double(), precision=1 / g, pattern="body.*")
+    whole = fit(structure="diagonal")
     if structure == "subnetwork":
         chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, g), int(0.3 * len(g)))
-        whole = whole.with_structure(x.double(), "subnetwork", indices=chosen)
+        whole = fit(structure="subnetwork", indices=chosen)
     new = clients.test.client(2)[0].double()
     expected = whole.predict(new, link="per_class", centre=False)["probs"]
     assert_close(result.predict().client(2).probs, expected, atol=1e-9, rtol=0)

@@ -72,7 +72,9 @@ def probs(predictions: Predictions) -> Tensor:
     return predictions.probs
 
 
-def by_hand(result: Any, j: int, precision: float | Tensor, structure: Any = "full") -> Laplace:
+def by_hand(
+    result: Any, j: int, precision: float | Tensor, structure: Any = "full", **rule: Any
+) -> Laplace:
     """Client j's approximation, from its weights and its training data."""
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
     algorithm = result.algorithm
@@ -88,6 +90,7 @@ def by_hand(result: Any, j: int, precision: float | Tensor, structure: Any = "fu
         precision=precision,
         structure=structure,
         pattern="body.*",
+        **rule,
     )
 
 
@@ -255,13 +258,10 @@ def test_candidates_of_a_subnetwork_are_each_as_alone(
     local = result.local(double.train)
     done = local.finetuned(ids, result.state.received(result.algorithm, ids), result.round)
     asked = tuning.candidates(local, done, double.validation, round=result.round)
-    (x, _), (new, y) = double.train.client(1), double.validation.client(1)
+    new, y = double.validation.client(1)
     for k, value in enumerate(PRECISIONS):
-        plain = by_hand(result, 1, value, "diagonal")
-        layout = plain.curvature.layout
-        evidence = Evidence(plain.loc, plain.diagonal, 1 / plain.precision, 0, layout)
-        indices = bf.selection.select(selection, evidence, int(0.2 * layout.size))
-        expected = plain.with_structure(x, "subnetwork", indices=indices).predict(new)
+        alone = by_hand(result, 1, value, "subnetwork", share=0.2, selection=selection)
+        expected = alone.predict(new)
         losses = asked.losses[1][:, k]
         assert_close(losses, nll_of_predictive(expected, y), rtol=1e-9, atol=1e-12)
 

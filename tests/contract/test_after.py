@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[], bf.Algorithm]] = {
         network(), steps=3, batch_size=20, finetune_steps=3, predictive_precision=None
     ),
     "laplace": lambda: fedavg(bf.predictors.PooledLaplace()),
-    "kronecker": lambda: fedavg(bf.predictors.PooledLaplace("kronecker", 1.0)),
+    "kronecker": lambda: fedavg(bf.predictors.PooledLaplace("kfac", 1.0)),
     "own": lambda: replace(
         bf.algorithms.fedper(network(), epochs=1, batch_size=20),
         predictor=bf.predictors.LinearisedLaplace(structure="diagonal"),

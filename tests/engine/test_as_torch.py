@@ -216,5 +216,5 @@ def test_a_reentrant_head_has_the_curvature_of_the_same_head_without():
         found.append(run.laplace(precision=2.0).client(0).predict(X).mean)
         if kind == "ReentrantHead":
             with pytest.raises(ValueError, match=r"in no checkpoint.*'o' is used 0 times"):
-                run.laplace("kronecker")
+                run.laplace("kfac")
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)

@@ -30,7 +30,7 @@ def method(parted: FederatedData, *options: Any) -> bf.Algorithm:
     return replace(plain, predictor=PooledLaplace(*options))
 
 
-@pytest.mark.parametrize("structure", ["last_layer", "diagonal", "kronecker", "full"])
+@pytest.mark.parametrize("structure", ["last_layer", "diagonal", "kfac", "full"])
 def test_the_posterior_is_the_simulations(parted: FederatedData, structure: Any, tmp_path: Path):
     """On the server, in its checkpoint, in the clients' predictions and in their files."""
     algorithm = method(parted, structure)
@@ -65,7 +65,7 @@ def test_it_is_asked_for_once_and_calibrated(parted: FederatedData, tmp_path: Pa
 
 
 def test_what_leaves_a_client_is_listed(parted: FederatedData):
-    algorithm = method(parted, "kronecker", "evidence", "head.*")
+    algorithm = method(parted, "kfac", "evidence", "head.*")
     sizes = {one.name: one.size for one in leaves(algorithm) if "curvature" in one.what}
     assert sizes == {"n_examples": 1, "nll": 1, "outputs_0": 55, "inputs_0": 36}
 

@@ -4,6 +4,7 @@ differences.
 
 import importlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
+from bayesfl.posteriors.selection import Evidence, select
 from tests.cases import numbers
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
@@ -196,11 +198,6 @@ def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, exampl
         assert_close(
             one.log_marginal_likelihood(x, y), other.log_marginal_likelihood(x[twice], y[twice])
         )
-    assert_close(
-        got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments()
-    )
-    with pytest.raises(ValueError, match=r"'kfac' .*weight"):
-        got.with_structure(x, "kfac")
 
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
@@ -222,38 +219,44 @@ def test_independent_weights(case, backend):
     )
 
 
-@pytest.mark.parametrize("start", ["full", "diagonal", "kfac"])
-def test_another_structure_is_a_fresh_fit(start, monkeypatch):
-    """Of the same weights under the same precision, and the diagonal is not computed anew."""
-    model, x, new = network(), numbers(12, 4), numbers(7, 4, seed=3)
-    passes, diagonal = [], Curvature.diagonal
-    monkeypatch.setattr(
-        Curvature, "diagonal", lambda self, x, **more: passes.append(x) or diagonal(self, x, **more)
-    )
-    first = Laplace.fit(model, x, precision=0.3, structure=start)
-    assert len(passes) == 1
-    chosen = first.moments()[1].topk(6).indices
-    targets = [("full", None), ("diagonal", None), ("kfac", None), ("subnetwork", chosen)]
-    found = [first.with_structure(x, structure, indices=indices) for structure, indices in targets]
-    found += [
-        found[-1].with_structure(x, "full"),
-        found[-1].with_structure(x, "subnetwork", indices=chosen[:2]),
-    ]
-    assert len(passes) == 1
-    for got, (structure, indices) in zip(
-        found, [*targets, ("full", None), ("subnetwork", chosen[:2])], strict=True
+@pytest.mark.parametrize("rule", ["wasserstein", "magnitude", "random"])
+def test_a_rule_chooses_the_subnetwork(rule):
+    """From the weights, their curvature and the prior's variances."""
+    model, x = network(), numbers(12, 4)
+    fit = partial(Laplace.fit, model, x, precision=0.3)
+    whole = fit(structure="diagonal")
+    evidence = Evidence(whole.loc, whole.diagonal, 1 / whole.precision, 3, whole.curvature.layout)
+    chosen = select(rule, evidence, int(0.2 * len(whole.loc)))
+    found = fit(structure="subnetwork", share=0.2, selection=rule, seed=3)
+    assert torch.equal(found.indices, chosen)
+    assert_close(found.moments(), fit(structure="subnetwork", indices=chosen).moments())
+
+
+def test_the_last_layer():
+    """By its pattern, whose name need not be known."""
+    model, x = network(), numbers(12, 4)
+    last = [name for name, _ in model.named_parameters()][-1].split(".")[0]
+    wanted = Laplace.fit(model, x, precision=0.3, pattern=f"{last}.*")
+    found = Laplace.fit(model, x, precision=0.3, structure="last_layer")
+    assert_close(found.moments(), wanted.moments(), rtol=0, atol=0)
+    assert found.structure == "full"
+
+
+@pytest.mark.parametrize(
+    ("structure", "given"),
+    [
+        ("kfac", {"weight": torch.ones(12)}),
+        ("kfac", {"indices": torch.arange(3)}),
+        ("full", {"share": 0.2}),
+        ("last_layer", {"pattern": "0.*"}),
+    ],
+)
+def test_options_of_other_structures_are_refused(structure, given):
+    """As they would say nothing."""
+    with pytest.raises(
+        ValueError, match=f"{next(iter(given))} says nothing under structure='{structure}'"
     ):
-        want = Laplace.fit(model, x, precision=0.3, structure=structure, indices=indices)
-        assert got.structure == structure
-        assert_close(
-            (got.moments(), got.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0
-        )
-        assert_close(got.linearised(new), want.linearised(new), rtol=0, atol=0)
-        assert_close((got.precision, got.diagonal), (want.precision, want.diagonal), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="structure 'subnetwork' needs indices"):
-        first.with_structure(x, "subnetwork")
-    with pytest.raises(ValueError, match=r"indices .*'kfac'"):
-        first.with_structure(x, "kfac", indices=chosen)
+        Laplace.fit(network(), numbers(12, 4), precision=1.0, structure=structure, **given)
 
 
 @pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal", "kfac"])
@@ -324,9 +327,8 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "kron"}, r"structure .*'kfac', got 'kron'"),
-        ({"structure": "subnetwork"}, "structure 'subnetwork' needs indices"),
-        ({"indices": torch.tensor([0])}, r"indices .*'full'"),
+        ({"structure": "kron"}, "structure .*'kfac' or 'last_layer', got 'kron'"),
+        ({"indices": torch.tensor([0])}, "indices says nothing under structure='full'"),
         ({"precision": 0.0}, r"prior precision .*got 0\.0"),
         ({"precision": -1.0, "structure": "diagonal"}, r"prior precision .*got -1\.0"),
         ({"precision": math.inf}, r"prior precision .*got inf"),
@@ -408,14 +410,20 @@ def test_a_likelihood_fits_the_outputs(structure):
         ({"precision": 1e31}, r"precision .*\(1e-30, 1e\+30\), got 1e\+31"),
         (
             {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])},
-            "curvature is not finite|'kfac' .*weight",
+            "curvature is not finite|weight says nothing under structure='kfac'",
         ),
         (
             {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])},
-            "curvature is not finite|'kfac' .*weight",
+            "curvature is not finite|weight says nothing under structure='kfac'",
         ),
-        ({"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
-        ({"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
+        (
+            {"weight": torch.ones(4)},
+            r"weight .*got 4 for 5 examples|weight says nothing under structure='kfac'",
+        ),
+        (
+            {"weight": torch.ones(6)},
+            r"weight .*got 6 for 5 examples|weight says nothing under structure='kfac'",
+        ),
     ],
 )
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
@@ -458,7 +466,6 @@ def test_other_rows_do_not_replace_the_curvature(other, rows):
     for call in (
         lambda: some.with_precision(other(x), 2.0),
         lambda: whole.with_precision(other(x), 2.0),
-        lambda: whole.with_structure(other(x), "kfac"),
         lambda: by_evidence(whole, other(x)),
         lambda: by_validation(whole, other(x), x, y),
     ):

@@ -88,7 +88,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "last layer": lambda: laplace("full", pattern="2.*"),
     "pooled last layer": lambda: pooled("last_layer"),
     "pooled diagonal": lambda: pooled("diagonal"),
-    "pooled kronecker": lambda: pooled("kronecker"),
+    "pooled kronecker": lambda: pooled("kfac"),
     "pooled full": lambda: pooled("full"),
     "MeanField": lambda: variational(MeanField),
     "FullGaussian": lambda: variational(FullGaussian),

@@ -17,12 +17,12 @@ from bayesfl.data import ClientData
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace, pooled
-from bayesfl.posteriors.pooled import FORMS, PooledCurvature, PooledPosterior
+from bayesfl.posteriors.pooled import PooledCurvature, PooledPosterior
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation
 from tests.cases import Turned, numbers
 
 COUNTS = (17, 3, 0, 20)  # one client has no rows
-STRUCTURES = ("last_layer", "diagonal", "kronecker", "full")
+STRUCTURES = ("last_layer", "diagonal", "kfac", "full")
 TASKS = {"classification": Categorical(), "regression": Gaussian(0.5)}
 
 
@@ -57,8 +57,8 @@ def theirs(laplace: Any, structure: str, task: str, precision: float = 0.7) -> A
     """laplace-torch's fit to the pooled rows."""
     curvature = import_module("laplace.curvature")
     subset = "last_layer" if structure == "last_layer" else "all"
-    own = {"diagonal": "diag", "kronecker": "kron"}.get(structure, "full")
-    backend = curvature.CurvlinopsGGN if structure == "kronecker" else curvature.BackPackGGN
+    own = {"diagonal": "diag", "kfac": "kron"}.get(structure, "full")
+    backend = curvature.CurvlinopsGGN if structure == "kfac" else curvature.BackPackGGN
     fitted = laplace.Laplace(
         network(),
         task,
@@ -85,7 +85,7 @@ def test_it_is_laplace_torchs_of_the_pooled_rows(laplace: Any, structure: Any, t
     near = {"rtol": 1e-8, "atol": 1e-9}
     assert_close(found.loc, other.mean.detach().double(), **near)
     whole = {
-        "kronecker": lambda: other.posterior_precision.to_matrix(),
+        "kfac": lambda: other.posterior_precision.to_matrix(),
         "diagonal": lambda: other.posterior_precision.diag(),
     }.get(structure, lambda: other.posterior_precision)()
     variance = whole.inverse().diagonal()
@@ -118,7 +118,7 @@ def test_it_is_that_of_the_pooled_rows(structure: Any, task: str):
         model,
         x,
         precision=0.7,
-        structure=FORMS[structure],
+        structure=structure.replace("last_layer", "full"),
         likelihood=likelihood,
         pattern="2.*" if structure == "last_layer" else "*",
     )
@@ -154,7 +154,7 @@ def test_another_precision_needs_no_rows(structure: Any):
     assert_close(by_evidence(want, None).precision, best.precision, **near)
     held = by_validation(want, None, x, y, grid=(0.1, 100.0))
     assert_close(held.moments(), want.with_precision(None, held.precision).moments(), **near)
-    if FORMS[structure] == "full":
+    if structure in ("last_layer", "full"):
         with pytest.raises(ValueError, match="40 examples that it was fitted to, got 17"):
             want.with_precision([x[:17]], 1.0)
 
@@ -183,7 +183,7 @@ def test_what_is_made_of_sums():
     """
     matrix = numbers(5, 5) + numbers(5, 5).T
     assert torch.equal(pooled._whole(pooled._lower(matrix), 5), matrix)
-    found = summed(PooledCurvature(network(), "kronecker", 0.7), *rows("classification"))
+    found = summed(PooledCurvature(network(), "kfac", 0.7), *rows("classification"))
     for basis in found.inverse.bases:
         curved = found.inverse.eigenvalues[basis.slots]
         diagonal = basis.left.square() @ curved @ basis.right.square().T
@@ -198,17 +198,17 @@ def test_what_a_client_sends():
         return uplink_bytes(PooledCurvature(head, structure, **options).shapes({}))
 
     assert sent("last_layer") == sent("full", pattern="2.*") == 8 * (2 + 1010 * 1011 // 2)
-    assert sent("kronecker", pattern="2.*") == 8 * (2 + 100 * 101 // 2 + 10 * 11 // 2) == 40_856
-    assert sent("kronecker") == 40_856 + 8 * (20 * 21 // 2 + 100 * 101 // 2)
+    assert sent("kfac", pattern="2.*") == 8 * (2 + 100 * 101 // 2 + 10 * 11 // 2) == 40_856
+    assert sent("kfac") == 40_856 + 8 * (20 * 21 // 2 + 100 * 101 // 2)
     assert sent("diagonal") == 8 * (2 + 2100 + 1010)
     normed = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3)).double()
     x, y = rows("classification")
-    found = summed(PooledCurvature(normed, "kronecker", 0.7), x, y)
+    found = summed(PooledCurvature(normed, "kfac", 0.7), x, y)
     want = Laplace.fit(normed, x, precision=0.7, structure="kfac")
     assert_close(found.moments(), want.moments(), rtol=1e-10, atol=1e-11)
     question = PooledCurvature(head, "full")
     question.curvature._memory = 1000
-    with pytest.raises(MemoryError, match=r"a GGN of 3110 weights .*'kronecker' or 'diagonal'"):
+    with pytest.raises(MemoryError, match=r"a GGN of 3110 weights .*'kfac' or 'diagonal'"):
         question.shapes({})
 
 
@@ -234,7 +234,7 @@ def test_without_a_best_precision():
 def test_of_rows_that_are_not_here(tmp_path: Any):
     """It is stored as other posteriors are, without the likelihood of rows."""
     x, y = rows("classification")
-    found = summed(PooledCurvature(network(), "kronecker"), x, y)
+    found = summed(PooledCurvature(network(), "kfac"), x, y)
     found.save(tmp_path / "posterior")
     again = PooledPosterior.load(tmp_path / "posterior", network())
     assert_close(again.moments(), found.moments(), rtol=0, atol=0)

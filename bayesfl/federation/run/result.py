@@ -377,7 +377,7 @@ class Result(Run):
 
         Each client is asked once and sends eight bytes a number: D (D + 1) / 2 numbers of D weights
         under `last_layer` and `full` (4.1 MB of a last layer of 100 inputs and 10 classes), D under
-        `diagonal`, and under `kronecker` I (I + 1) / 2 + O (O + 1) / 2 of a layer from I to O (41
+        `diagonal`, and under `kfac` I (I + 1) / 2 + O (O + 1) / 2 of a layer from I to O (41
         kB of that layer, pattern="head.*"); and its number of rows and their log likelihood.
 
         Args:

@@ -25,7 +25,7 @@ from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
 
-STRUCTURES = {"last_layer": "full", "diagonal": "diagonal", "kronecker": "kfac", "full": "full"}
+STRUCTURES = {"last_layer": "full", "diagonal": "diagonal", "kfac": "kfac", "full": "full"}
 NEAR = {"rtol": 1e-10, "atol": 1e-11}
 METHODS: dict[str, Callable[..., bf.Algorithm]] = {
     "fedavg": lambda model: bf.algorithms.fedavg(model, epochs=1),
@@ -120,14 +120,14 @@ def _normed(clients: FederatedData) -> nn.Module:
 
 def test_neither_how_sums_are_added_nor_who_computes(fedavg: Result, clients: FederatedData):
     """Secure sums to their step; two workers and other chunks to the bit."""
-    found = fedavg.laplace("kronecker")
-    hidden = fedavg.laplace("kronecker", aggregation=bf.SecureSum(step=2.0**-30))
+    found = fedavg.laplace("kfac")
+    hidden = fedavg.laplace("kfac", aggregation=bf.SecureSum(step=2.0**-30))
     assert_close(hidden.posterior.precision, found.posterior.precision, rtol=1e-6, atol=0)
     assert_close(hidden.predict().probs, found.predict().probs, rtol=0, atol=1e-6, equal_nan=True)
-    crowd = replace(fedavg, engine=bf.Engine(chunk=2, workers=2)).laplace("kronecker")
+    crowd = replace(fedavg, engine=bf.Engine(chunk=2, workers=2)).laplace("kfac")
     assert_close(crowd.predict().probs, found.predict().probs, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match=r"outside SecureSum\(range=1\).* pass range="):
-        fedavg.laplace("kronecker", aggregation=bf.SecureSum(range=1.0, step=2.0**-30))
+        fedavg.laplace("kfac", aggregation=bf.SecureSum(range=1.0, step=2.0**-30))
 
 
 def test_newcomers_predict_by_it(clients: FederatedData):
@@ -287,8 +287,8 @@ def test_who_is_refused(clients: FederatedData, fedavg: Result):
     )
     with pytest.raises(ValueError, match="PooledCurvature asks clients for sums that no noise"):
         private.laplace()
-    with pytest.raises(ValueError, match=r"structure must be 'last_layer', .* got 'kfac'"):
-        fedavg.laplace("kfac")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"structure must be 'last_layer', .* got 'kron'"):
+        fedavg.laplace("kron")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="precision must be > 0"):
         fedavg.laplace(precision=0.0)
     with pytest.raises(ValueError, match="pattern"):
@@ -315,6 +315,6 @@ def test_predictors_say_whose_rows_they_have():
 
 def test_what_a_client_is_said_to_send(fedavg: Result):
     """The bytes of the docstring, by the method's own question."""
-    rule = PooledLaplace("kronecker", pattern="head.*")
+    rule = PooledLaplace("kfac", pattern="head.*")
     question = rule.question(fedavg.algorithm, fedavg.server)
     assert uplink_bytes(question.shapes({})) == 8 * (2 + 6 * 7 // 2 + 10 * 11 // 2)

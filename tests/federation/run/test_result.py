@@ -279,7 +279,7 @@ def test_modes_of_the_caller_change_nothing(mode: Any, model: nn.Module, clients
             result.predict().probs,
             own.probs,
             shared.heads().predict().probs,
-            shared.laplace("kronecker").posterior.moments()[1],
+            shared.laplace("kfac").posterior.moments()[1],
         )
 
     expected = found()
