@@ -299,7 +299,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _rarest(site: "Site", question: Question) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
-    of_levels = [site.frame[name].value_counts().min() for name in _categories(site, question)]
+    of_levels = [site.rarest(name) for name in _categories(site, question)]
     return float(min(site.least_of_two, *of_levels, math.inf))
 
 
@@ -312,8 +312,4 @@ def _categories(site: "Site", question: Question) -> list[str]:
     found = {one.column for one in inner if hasattr(one, "levels")}
     named = question.named(site)
     found |= {getattr(part, "group", None) for part in question.parts} & named
-    for name in named - found:
-        values = site.frame[name]
-        if values.nunique() == 2 or values.dtype.kind not in "iuf":
-            found.add(name)
-    return sorted(found)
+    return sorted(found | {name for name in named - found if site.is_category(name)})

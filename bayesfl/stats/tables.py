@@ -72,7 +72,7 @@ class Site:
     policy: Policy | None = None
     local: Any = field(default=None, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    """Results of `held` and `row_hashes`, which take long."""
+    """What the methods found that take long and are asked with each question."""
 
     @property
     def counts(self) -> Tensor:
@@ -132,15 +132,16 @@ class Site:
         from pandas.util import hash_pandas_object
 
         of = tuple(sorted(self.frame)) if of is None else of
-        if of not in self.known:
+        if ("hashes", *of) not in self.known:
             hashes: Any = hash_pandas_object  # whose type is not known to be a function
             values = {
                 name: x.to_numpy(np.float64, na_value=np.nan) if is_number(x) else x.astype(str)
                 for name in of
                 for x in [self.frame[name]]
             }
-            self.known[of] = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
-        return self.known[of]
+            found = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
+            self.known["hashes", *of] = found
+        return self.known["hashes", *of]
 
     def some(self, rows: np.ndarray) -> "Site":
         """Return the site with some of its rows, [n] of bools."""
@@ -160,13 +161,30 @@ class Site:
         Raises:
             ValueError: The site has no such column, or a value is missing or no number.
         """
-        found = numbers(self.frame, name, self.name)
-        if np.isnan(found).any():
-            raise ValueError(
-                f"site {self.name!r} has {int(np.isnan(found).sum())} rows without {name!r}; name "
-                "it in tables(also=...), which looks at missing values, or leave these rows out"
-            )
-        return torch.tensor(found)  # a copy, as pandas' own may not be written to
+        if ("numbers", name) not in self.known:
+            found = numbers(self.frame, name, self.name)
+            if np.isnan(found).any():
+                raise ValueError(
+                    f"site {self.name!r} has {int(np.isnan(found).sum())} rows without {name!r}; "
+                    "name it in tables(also=...), which looks at missing values, or leave these "
+                    "rows out"
+                )
+            self.known["numbers", name] = torch.tensor(found)
+        return self.known["numbers", name].clone()  # which the caller may write to
+
+    def is_category(self, name: str) -> bool:
+        """Return whether a column has two values or none that are numbers."""
+        if ("category", name) not in self.known:
+            values = self.frame[name]
+            found = values.nunique() == 2 or values.dtype.kind not in "iuf"
+            self.known["category", name] = found
+        return self.known["category", name]
+
+    def rarest(self, name: str) -> float:
+        """Return how many rows have the rarest value of a column."""
+        if ("rarest", name) not in self.known:
+            self.known["rarest", name] = self.frame[name].value_counts().min()
+        return self.known["rarest", name]
 
 
 @dataclass(frozen=True, repr=False)

@@ -111,7 +111,7 @@ def squares(rows: Rows) -> Tensors:
     def by_slot(chosen: Tensor, slot: Tensor, size: int) -> Tensor:
         ordered, order = slot.sort(stable=True)
         parts = root[chosen][order].split(torch.bincount(ordered, minlength=size).tolist())
-        return torch.stack([(part.T @ part)[i, j] for part in parts])
+        return torch.stack([part.T @ part for part in parts])[:, i, j]
 
     return {
         "risk_square": over_risk_sets(rows, by_slot),
