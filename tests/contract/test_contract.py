@@ -7,6 +7,7 @@ import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -40,9 +41,20 @@ ALONE: dict[str, Any] = {
 }
 
 
+_METHODS: "WeakKeyDictionary[nn.Module, dict[int, bf.Algorithm]]" = WeakKeyDictionary()
+
+
+def method_of(case: Case, model: nn.Module) -> bf.Algorithm:
+    """The method of a case, which all runs of it share, as its network is looked at once."""
+    methods = _METHODS.setdefault(model, {})
+    if id(case) not in methods:
+        methods[id(case)] = case(model)
+    return methods[id(case)]
+
+
 def run(case: Case, model: nn.Module, clients: FederatedData, **options: Any) -> Result:
     """A run of a case on one worker that measures nothing on the way."""
-    return made.run(case(model), clients, **{**ALONE, **options})
+    return made.run(method_of(case, model), clients, **{**ALONE, **options})
 
 
 def test_every_algorithm_has_a_case():
