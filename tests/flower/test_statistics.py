@@ -4,6 +4,7 @@ and what is told of what fails.
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -374,9 +375,12 @@ def test_sites_with_other_terms_are_refused(tmp_path: Path, monkeypatch: pytest.
 def of_formula(grid: LocalGrid, texts: dict[str, str]) -> LocalGrid:
     """The same nodes with the formulas of their apps."""
 
-    def load_tables(context: Context) -> Tables:
-        name = str(context.node_config["site"])
+    @cache  # formulaic takes long
+    def at(name: str) -> Tables:
         return bf.stats.tables({name: frames()[name]}, formula=texts.get(name, texts[""]))
+
+    def load_tables(context: Context) -> Tables:
+        return at(str(context.node_config["site"]))
 
     grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
     return grid
@@ -573,9 +577,12 @@ def test_a_pyro_model_over_nodes(tmp_path: Path):
     sigma = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
     rows = {"north": (sigma[:4], y[:4]), "south": (sigma[4:], y[4:])}
 
-    def load_tables(context: Context) -> Tables:
-        name = str(context.node_config["site"])
+    @cache  # a look at a model takes long
+    def at(name: str) -> Tables:
         return bf.pyro.densities(schools, {name: rows[name]}, shared=["mu", "tau"])
+
+    def load_tables(context: Context) -> Tables:
+        return at(str(context.node_config["site"]))
 
     (tmp_path / "policy.toml").write_text("min_rows = 1\nmax_parameters_per_row = 1.0")
     nodes = {NODES[name]: name for name in rows}
