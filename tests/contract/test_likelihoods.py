@@ -117,8 +117,9 @@ def run(algorithm: bf.Algorithm, data: FederatedData, **options: Any) -> Result:
 def test_kernels_agree(case: Case, name: str):
     """At points, at draws, and at copies of the network."""
     kernels: tuple[KernelName, ...] = ("reference", "live", "layers", "vmap", "auto")
+    algorithm, data = case.method(name), case.data
     reference, *found = (
-        state(run(case.method(name), case.data, engine=bf.Engine(kernel))) for kernel in kernels
+        state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in kernels
     )
     for other in found:
         assert_close(other, reference, atol=1e-12, rtol=0)
@@ -156,11 +157,12 @@ def test_fedavg_is_a_bare_loop(case: Case):
 @methods
 def test_workers_and_chunks_do_not_change_the_bits(case: Case, name: str):
     """In float32, in which other sums would show: workers to the bit, chunks to rounding."""
+    algorithm, data = case.method(name), case.data
     first, *others = (
         state(
             run(
-                case.method(name),
-                case.data,
+                algorithm,
+                data,
                 dtype=torch.float32,
                 engine=bf.Engine(chunk=chunk, workers=workers),
             )
