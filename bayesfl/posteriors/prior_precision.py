@@ -1,10 +1,11 @@
-"""The choice of a Laplace approximation's prior precision after training, by the evidence of the
-training data or on validation data.
+"""The choice of a Laplace approximation's prior precision, and of the noise of its targets, after
+training: by the evidence of the training data or on validation data.
 """
 
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from bayesfl.base.options import INVERTIBLE
 from bayesfl.base.warning import warn
 from bayesfl.curvature.batches import Data, labelled
 from bayesfl.curvature.kronecker import Kronecker
-from bayesfl.likelihoods import Poisson
+from bayesfl.likelihoods import Gaussian, Poisson
 from bayesfl.posteriors.laplace import Laplace
-from bayesfl.posteriors.linearised import Link, nll_of_predictive
+from bayesfl.posteriors.linearised import Link, as_targets, nll_of_predictive
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions from 1e-4 to 1e4, by half decades, that are tried on validation data."""
 BISECTIONS = 60  # of the logarithm's range, 138, to its last digit
+STEPS, NEAR = 500, 1e-9
+"""Steps of a fixed point at most, and the relative change that ends them."""
+LEAST, MOST = 1e-8, 1e8
+"""The range of a layer's precision, which ends there where its evidence has no maximum."""
 
 
 @own_modes()
@@ -59,6 +64,121 @@ def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0
         )
         return fitted
     return fitted.with_precision(x, precision)
+
+
+@own_modes()
+def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0) -> Laplace:
+    """Return the approximation under a precision for each parameter tensor, as a weight matrix or a
+    bias, such that the log marginal likelihood has no slope in any of them.
+
+    That is where
+
+        precision_l |w_l - centre|^2 = sum over r in l of (1 - precision_l * variance_r),
+
+    the number of its weights that the data determine, by fixed-point steps. Where a layer has no
+    such point, its precision ends at 1e-8 or 1e8.
+
+    Args:
+        fitted: The approximation of all covered weights, under any precision.
+        x: As in `by_evidence`.
+        centre: As in `by_evidence`.
+
+    Raises:
+        ValueError: `fitted` is of a subnetwork, of whose layers some have no weights; or as in
+            `by_evidence`.
+
+    Source: MacKay, as for `best_precision`.
+    """
+    if fitted.indices is not None:
+        raise ValueError(
+            "a subnetwork has no weights of some layers; fit another structure, or take by_evidence"
+        )
+    layout = fitted.curvature.layout
+    away = (fitted.loc - fitted.curvature.vector(centre)).square()
+    for _ in range(STEPS):
+        before = fitted.precision.clone()
+        known = 1 - before * fitted.moments()[1]
+        precision = torch.empty_like(before)
+        for to, one, square in zip(
+            *(layout.leaves(t).values() for t in (precision, known, away)), strict=True
+        ):
+            to.fill_((one.sum() / square.sum()).clamp(LEAST, MOST))
+        fitted = fitted.with_precision(x, precision)
+        if ((precision / before).log().abs() < NEAR).all():
+            break
+    return fitted
+
+
+@own_modes()
+def by_noise_evidence(
+    fitted: Laplace, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
+) -> Laplace:
+    """Return the approximation under the noise of a Gaussian likelihood, and the one precision,
+    that have the largest log marginal likelihood together.
+
+    With S targets and the g weights that the data determine,
+
+        scale^2 = sum of squared errors / (S - g),    precision |w - centre|^2 = g.
+
+    Args:
+        fitted: The approximation, under any precision and noise.
+        x: The inputs that it was fitted to, [N, ...], or batches of (x, y).
+        y: Their targets; None where batches bring them.
+        centre: As in `by_evidence`.
+
+    Raises:
+        TypeError: The likelihood is not Gaussian, or learns its scale.
+        ValueError: The evidence has no maximum, as where all weights are at the prior's centre.
+
+    Source: MacKay, as for `best_precision`, eq. 4.10.
+
+    Example:
+        >>> from bayesfl.posteriors.prior_precision import by_noise_evidence
+        >>> rng = torch.Generator().manual_seed(0)
+        >>> x = torch.randn(400, 1, generator=rng)
+        >>> y = 2 * x + 0.5 * torch.randn(400, 1, generator=rng)
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.fill_(2.0)
+        >>> noise = bf.likelihoods.Gaussian()
+        >>> fitted = bf.posteriors.Laplace.fit(model, x, y, precision=1.0, likelihood=noise)
+        >>> round(by_noise_evidence(fitted, x, y).curvature.likelihood.scale, 2)
+        0.53
+    """
+    likelihood = fitted.curvature.likelihood
+    if not isinstance(likelihood, Gaussian) or likelihood.scale == "learned":
+        raise TypeError(f"only a Gaussian of one scale has a noise to choose, not {likelihood}")
+    own = fitted.with_precision(x, 1.0)
+    chosen = slice(None) if own.indices is None else own.indices
+    away = float((own.loc - own.curvature.vector(centre))[chosen].square().sum())
+    errors = torch.cat(
+        [
+            (as_targets(given, outputs) - outputs).square()
+            for inputs, given in labelled(x, y, own.loc)
+            for outputs in [own.curvature.outputs({"x": inputs})]
+        ]
+    )
+    weight = torch.ones_like(errors[:, 0]) if own.weight is None else own.weight.to(errors)
+    total, targets = float(weight @ errors.sum(1)), float(weight.sum()) * errors.shape[1]
+    scale = float(likelihood.scale)
+    unscaled = _eigenvalues(own) * scale**2
+    for _ in range(STEPS):
+        precision, before = best_precision(unscaled / scale**2, torch.tensor(away)), scale
+        if precision is None:
+            raise ValueError("the evidence has no maximum; give precision and scale as numbers")
+        scale = math.sqrt(total / (targets - precision * away))
+        if abs(math.log(scale / before)) < NEAR:
+            break
+    return Laplace.fit(
+        own.curvature.module,
+        x,
+        precision=precision,
+        structure=own.structure,
+        indices=own.indices,
+        likelihood=replace(likelihood, scale=scale),
+        pattern=own.curvature.layout,
+        weight=own.weight,
+    )
 
 
 def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
@@ -155,9 +275,13 @@ def by_validation(
             if bool(found.isfinite().all()):
                 losses[precision] = found
     each = torch.stack(list(losses.values()))
-    return fitted.with_precision(
-        x, tuple(losses)[largest_alike(each.sum(1), each @ each.T, each.shape[1])]
-    )
+    best = largest_alike(each.sum(1), each @ each.T, each.shape[1])
+    if best == 0 and len(losses) > 1:
+        warn(
+            f"the precision is at the lower edge of its grid, {min(losses):g}: the held-out data "
+            "do not bound it; hold more of them back, or give a wider grid"
+        )
+    return fitted.with_precision(x, tuple(losses)[best])
 
 
 def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:

@@ -9,12 +9,15 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.likelihoods import Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import (
     GRID,
     best_precision,
     by_evidence,
+    by_layer_evidence,
+    by_noise_evidence,
     by_validation,
     largest_alike,
     predictive_nll,
@@ -48,6 +51,80 @@ def test_precision_by_evidence(structure: Any, precision: float | None):
         assert 0 < here - least < 1e-4
         assert 0 < here - most < 1e-4
         assert here - least == pytest.approx(here - most, rel=0.01)
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+def test_a_precision_for_each_layer(structure: Any):
+    """The evidence falls from there on both sides, alike, in the precision of any layer."""
+    x, y = numbers(40, 4), torch.arange(40) % 3
+    best = by_layer_evidence(Laplace.fit(network(), x, precision=2.0, structure=structure), x)
+    here = float(best.log_marginal_likelihood(x, y))
+    for name in best.curvature.layout.names:
+        drops = []
+        for factor in (0.99, 1 / 0.99):
+            precision = best.precision.clone()
+            best.curvature.layout.leaves(precision)[name].mul_(factor)
+            beside = best.with_precision(x, precision)
+            drops.append(here - float(beside.log_marginal_likelihood(x, y)))
+        assert min(drops) > 0
+        assert drops[0] == pytest.approx(drops[1], rel=0.02)
+    assert here > float(by_evidence(best, x).log_marginal_likelihood(x, y))
+
+
+def test_a_subnetwork_has_no_layers():
+    fitted = Laplace.fit(
+        network(), numbers(9, 4), precision=1.0, indices=torch.arange(3), structure="subnetwork"
+    )
+    with pytest.raises(ValueError, match="a subnetwork has no weights of some layers"):
+        by_layer_evidence(fitted, numbers(9, 4))
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac", "subnetwork"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_noise_and_precision_by_evidence(structure: Any, weighted: bool):
+    """The evidence falls from there to all sides, whatever noise and precision it begins with."""
+    if weighted and structure == "kfac":
+        return
+    x, y = numbers(40, 4), 3 * numbers(40, 2, seed=8)
+    weight = torch.linspace(0.5, 2, 40, dtype=torch.float64) if weighted else None
+    chosen = torch.tensor([0, 7, 31]) if structure == "subnetwork" else None
+    model = network(2)
+
+    def fit(scale: float, precision: float) -> Laplace:
+        return Laplace.fit(
+            model,
+            x,
+            precision=precision,
+            structure=structure,
+            indices=chosen,
+            likelihood=Gaussian(scale=scale),
+            weight=weight,
+        )
+
+    best, other = (by_noise_evidence(fit(*start), x, y) for start in ((0.3, 5.0), (4.0, 0.1)))
+    scale, precision = best.curvature.likelihood.scale, float(best.precision[0])
+    assert scale == pytest.approx(other.curvature.likelihood.scale, rel=1e-6)
+    here = float(best.log_marginal_likelihood(x, y))
+    for a, b in ((0.999, 1.0), (1.0, 0.999)):
+        drops = [
+            here - float(fit(scale * one, precision * two).log_marginal_likelihood(x, y))
+            for one, two in ((a, b), (1 / a, 1 / b))
+        ]
+        assert min(drops) > 0
+        assert drops[0] == pytest.approx(drops[1], rel=0.02)
+
+
+def test_only_a_gaussian_has_noise():
+    with pytest.raises(TypeError, match="only a Gaussian of one scale has a noise"):
+        by_noise_evidence(Laplace.fit(network(), numbers(9, 4), precision=1.0), numbers(9, 4))
+
+
+def test_a_precision_at_the_edge_of_its_grid():
+    """With a warning that says so."""
+    x, y = numbers(40, 4), torch.arange(40) % 3
+    fitted = Laplace.fit(network(), x, precision=1.0)
+    with pytest.warns(UserWarning, match="the precision is at the lower edge of its grid, 1000"):
+        by_validation(fitted, x, x, y, grid=(1e3, 1e9))
 
 
 def test_where_evidence_says_nothing_of_the_precision():
