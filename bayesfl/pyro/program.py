@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from bayesfl.base.options import nearest
 from bayesfl.base.protocols import Tensors
-from bayesfl.stats.density.integral import Integral, Parts, Unasked
+from bayesfl.stats.density.integral import InDouble, Integral, Parts, Unasked
 from bayesfl.stats.density.local import Local, Rows
 from bayesfl.stats.density.parameters import Parameter, constrained, unconstrained
 from bayesfl.stats.density.plain import groups_of, in_double
@@ -28,18 +27,6 @@ from bayesfl.stats.density.plain import groups_of, in_double
 _LOCK = threading.RLock()
 MIDDLE = 15
 """Number of draws of the prior, at whose median the search begins."""
-
-
-class InDouble(TorchFunctionMode):
-    """Hold the numbers in distributions in float64: torch's gamma distribution rounds values to the
-    precision of its own parameters.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and options.get("dtype") is torch.float32:
-            options["dtype"] = torch.float64
-        return func(*args, **options)
 
 
 def _doubled(msg: Any) -> None:
@@ -303,8 +290,9 @@ class Program:
         except RuntimeError as error:
             raise self._error(
                 "it cannot be computed for many draws at once: what is done may not depend on a "
-                "parameter's value, but by torch.where, nor write into a tensor, as Pyro's "
-                f"OrderedLogistic does ({str(error).splitlines()[0]})"
+                "parameter's value, but by torch.where, nor write into a tensor or choose rows by "
+                "a mask, as OrderedLogistic and Multinomial do: take Categorical or pyro.factor "
+                f"({str(error).splitlines()[0]})"
             ) from error
         if not torch.isclose(both[0], both[1], rtol=1e-9, equal_nan=True):
             raise self._error(

@@ -12,6 +12,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 import bayesfl as bf
+from bayesfl.pyro.program import Program
 from bayesfl.stats.density.parameters import Parameter
 
 dist: Any = pyro.distributions  # whose methods of distributions have no types
@@ -243,6 +244,43 @@ def test_an_outcome_of_one_number_is_a_row_and_a_factor_is_none():
     fit = bf.pyro.fit(one, rows, shared=["mu"])
     assert list(fit.pointwise("a")) == ["y"]
     assert "a: 1 rows left out in turn, A - B 0.00 nats" in fit.compare(fit)
+
+
+def test_whole_numbers_are_computed_in_double():
+    """Torch makes float32 of a number times whole numbers, and rounds a parameter to that."""
+
+    def sloped(x: Tensor, y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(mu + 0.1 * x, 1.0), obs=y)
+
+    x = torch.arange(4)
+    whole = Program.of(sloped, "a", (x, x)).log_probs({"mu": torch.tensor(1 / 3).double()})["y"]
+    single = Program.of(sloped, "a", (x.double(), x.double()))
+    wanted = single.log_probs({"mu": torch.tensor(1 / 3).double()})["y"]
+    assert whole.dtype is torch.float64
+    assert torch.allclose(whole, wanted, rtol=0, atol=1e-7)  # 0.1 itself is in float32
+
+
+def test_a_covariance_may_depend_on_parameters():
+    """Torch looks whether it is symmetric, which it cannot for many draws at once."""
+
+    def joint(x: Tensor) -> None:
+        r = pyro.sample("r", dist.Uniform(-1.0, 1.0))
+        one = torch.ones_like(r)
+        covariance = torch.stack([torch.stack([one, r]), torch.stack([r, one])])
+        with pyro.plate("rows", len(x)):
+            normal = dist.MultivariateNormal(torch.zeros(2), covariance_matrix=covariance)
+            pyro.sample("x", normal, obs=x)
+
+    x = torch.tensor([[1.0, 0.8], [-0.5, -0.7], [0.2, 0.1], [-1.3, -0.9]])
+    fit = bf.pyro.fit(joint, {"a": x, "b": 0.9 * x}, shared=["r"])
+    grid = torch.linspace(-0.9999, 0.9999, 20001).double()
+    both = torch.cat([x, 0.9 * x]).double()
+    square = both.square().sum() - 2 * grid * (both[:, 0] * both[:, 1]).sum()
+    logs = -square / 2 / (1 - grid**2) - len(both) / 2 * (1 - grid**2).log()
+    mean = (logs - logs.max()).exp() @ grid / (logs - logs.max()).exp().sum()
+    assert float(fit.draws["r"].mean()) == pytest.approx(float(mean), abs=0.01)
 
 
 def test_rows_that_a_mask_leaves_out_do_not_count():

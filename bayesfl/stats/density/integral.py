@@ -63,16 +63,33 @@ def bent(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return jacrev(grad(function))
 
 
+class InDouble(TorchFunctionMode):
+    """Compute in float64 what torch would make float32: numbers in distributions, to whose
+    precision gamma's rounds its values, and products of whole numbers, to which a parameter without
+    dimensions is rounded.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and options.get("dtype") is torch.float32:
+            options["dtype"] = torch.float64
+        found = func(*args, **options)
+        single = isinstance(found, Tensor) and found.dtype is torch.float32
+        return found.double() if single else found
+
+
 class Unasked(TorchFunctionMode):
     """Skip the validation of torch's distributions, which `torch.vmap` cannot do for many draws at
     once. What is not valid becomes NaN, and the draw is left out.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._is_all_true or func is Tensor.__bool__:  # pyright: ignore[reportPrivateUsage]
-            asking = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
-            if asking.startswith("torch.distributions"):
-                return True
+        if func in (torch._is_all_true, Tensor.__bool__, torch.isclose):  # pyright: ignore[reportPrivateUsage]
+            frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            while frame.f_code.co_name == "__torch_function__":  # another mode's
+                frame = frame.f_back
+            if frame.f_globals.get("__name__", "").startswith("torch.distributions"):
+                return torch.ones_like(args[0]).bool() if func is torch.isclose else True
         return func(*args, **(kwargs or {}))
 
 

@@ -18,7 +18,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.density.integral import Differences, Integral, Parts, Unasked
+from bayesfl.stats.density.integral import Differences, InDouble, Integral, Parts, Unasked
 from bayesfl.stats.density.local import Batch, Local, Rows, apart, batches
 from bayesfl.stats.density.parameters import Parameter, constrained
 from bayesfl.stats.density.posterior import Posterior, fitted
@@ -166,7 +166,7 @@ def _by_torch(
 
     def density(phi: Tensor, z: Tensor, *tensors: Tensor) -> Tensor:
         (values, log_jacobian), (ours, _) = constrained(own, z), constrained(shared, phi)
-        with Unasked() if tensors else nullcontext():
+        with InDouble(), Unasked() if tensors else nullcontext():
             return _one(log_density(ours, values, given.having(tensors))) + log_jacobian
 
     begin, middle = _zeros(shared), _zeros(own)
