@@ -47,6 +47,22 @@ class Looks(AfterFit):
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
 
+    def spread(self, state: Tensors, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the variances of outcomes of these means [n], and alpha of counts."""
+        family, none = self.likelihood.family, torch.zeros(())
+        alpha = state["theta"][-1].exp() if family == "negative_binomial" else none
+        return mean * (1 - mean) if family in BINARY else mean + alpha * mean**2, alpha
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return those of the fitted question, and those in Pearson's statistic and in the tails of
+        counts, [k, n]; see `SiteSurvey`.
+        """
+        found = torch.atleast_2d(self.likelihood.row_weights(state, site))
+        if self.likelihood.family not in COUNTS:
+            return found
+        spread, _ = self.spread(state, self.likelihood.means(state, site))
+        return torch.cat([found, (site.weights / spread)[None]])
+
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         family, y, w = self.likelihood.family, site.outcome, site.weights
@@ -58,8 +74,7 @@ class Looks(AfterFit):
         }
         if family == "gaussian":
             return found
-        alpha = state["theta"][-1].exp() if family == "negative_binomial" else torch.zeros(())
-        spread = mean * (1 - mean) if family in BINARY else mean + alpha * mean**2
+        spread, alpha = self.spread(state, mean)
         found["spread"] = slot(w @ spread, place, self.sites)
         if family in COUNTS:
             found["tails"] = w @ excess_kurtosis(spread, alpha)

@@ -227,10 +227,15 @@ class Likelihood(SiteSurvey):
         )
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information, [n]; see `SiteSurvey`."""
+        """Return each row's information, and that of its outcome in the slope, [k, n]; see
+        `SiteSurvey`.
+        """
         design, eta, _ = self.predictors(state, self.standardised(site))
         own = state["theta"][design.shape[1] :]
-        return site.weights * row_information(FAMILIES[self.family], eta, own)
+        found = [row_information(FAMILIES[self.family], eta, own)]
+        if self.family == "negative_binomial":
+            found.append(1 / (1 + (own[0] + eta).exp()))
+        return site.weights * torch.stack(found)
 
     def means(self, state: Tensors, site: Site) -> Tensor:
         """Return the outcomes that are expected of a site's rows, [n]."""

@@ -133,6 +133,8 @@ class Policy:
     def keep(self, question: "Question", site: "Site") -> None:
         """Note an answer, which counts for later questions."""
         self.ledger.keep(site, self._indicators(question, site))
+        for (time, event), ends in question.ends.items():
+            self.ledger.keep_ends(site, time, event, ends)
         if question.hidden:
             self.ledger.hidden.add(frozenset(question.tables.names))
 
@@ -176,6 +178,13 @@ class Policy:
             "max_draws": lambda: draws and drawn_before + draws > self.max_draws,
             "min_sites, as other sums were told whose difference is one site's": lambda: (
                 hidden and self.ledger.tells_one(question.tables.names)
+            ),
+            "min_level of a cell, as an earlier analysis had other bins of times": lambda: (
+                not self.exact_times
+                and any(
+                    self.ledger.fewest(site, *of, ends) < self.min_level
+                    for of, ends in question.ends.items()
+                )
             ),
             "min_rows, as": lambda: self.ledger.differs(
                 site, self._indicators(question, site), self.min_rows
@@ -255,6 +264,20 @@ class Question:
         return max(
             (len(Decimal(repr(end)).normalize().as_tuple().digits) for end in ends), default=0
         )
+
+    @cached_property
+    def ends(self) -> dict[tuple[str, str], set[float]]:
+        """Return the ends of bins at which events are counted, by the columns of times and events;
+        none for exact times.
+        """
+        found: dict[tuple[str, str], set[float]] = {}
+        for part in self.parts if self.digits < math.inf else ():
+            if hasattr(part, "event"):
+                ends = found.setdefault((part.time, part.event), set())
+                of = getattr(part, "grid", None) or part
+                ends |= {*getattr(of, "ends", ()), *getattr(of, "cuts", ())}
+                ends |= {*self.state.get("ends", torch.zeros(0)).tolist()}
+        return found
 
     def named(self, site: "Site") -> set[str]:
         """Return a site's columns that the question names, as those of groups and times."""

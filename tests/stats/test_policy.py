@@ -482,6 +482,52 @@ def test_exact_times():
         Questions(tables(False)).conduct(counts)
 
 
+def test_strata_are_cells():
+    """Of pairs, and of one pair among people alone, of whom a partial likelihood tells nothing."""
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame({"age": rng.normal(60, 9, 40), "t": rng.exponential(9, 40), "d": 1})
+    told: dict[str, Any] = {"terms": ["age"], "also": ["t", "d", "born"]}
+    fit: Any = {"time": "t", "event": "d", "baseline": "per_site", "strata": "born"}
+    for born, broken in (
+        ([*range(38), 38, 38], "min_level"),
+        ([0] * 20 + [1] * 20, ""),
+    ):
+        tables = bf.stats.tables({"va": rows.assign(born=born)}, **told, policy=Policy())
+        with refuses(bool(broken), broken):
+            bf.stats.cox(tables, **fit)
+    some = rows.assign(born=[0] * 20 + [1] * 4 + [2] * 16, d=[0] * 20 + [1] * 4 + [0] * 16)
+    with refuses(True, "min_rows of weights"):  # four people alone are in the sums
+        bf.stats.cox(bf.stats.tables({"va": some}, **told, policy=Policy()), **fit)
+
+
+def test_the_weights_are_those_of_what_is_told():
+    """Pearson's statistic weighs by 1 / mean, and a negative binomial's slope its outcomes by
+    1 / (1 + alpha mean): a row whose mean is low has most, and little of the information.
+    """
+    rows = frame(300, far=[0.0] * 299 + [-1.0])
+    policy = Policy(**{**FREE, "min_rows": 10})
+    tables = bf.stats.tables({"va": rows}, outcome="ill", terms=["far"], policy=policy)
+    unit: Any = {"centre": (0.0,), "scale": (1.0,)}
+    counts = Likelihood("negative_binomial", 1, False, **unit)
+    for question, theta in (
+        (after(Looks, Likelihood("poisson", 1, False, **unit), (0.0, 4.0)), (0.0, 4.0)),
+        (counts, (7.0, 7.0, 0.0)),
+    ):
+        state = state_of(question, theta=theta)
+        for near in (True, False):
+            here = state | ({"theta": 0 * state["theta"]} if near else {})
+            with refuses(not near, "rule min_rows of weights"):
+                tables.ask(question, None)(here, question.shapes(here), {})
+
+
+def test_levels_together_are_told_anyway():
+    """Two levels of four people each are fewer than `min_rows` together, and no secret."""
+    rows = pd.DataFrame({"cp": np.repeat([1, 2, 3, 4], [4, 4, 17, 95]), "ill": np.arange(120) % 2})
+    kinds = bf.stats.levels("cp", [4, 1, 2, 3])
+    tables = bf.stats.tables({"va": rows}, outcome="ill", terms=[kinds], policy=Policy())
+    assert bf.stats.glm(tables, family="binomial").n == 120
+
+
 def test_a_policy_of_each_site():
     """Of those named; a site that is not answers all."""
     rows = {"va": frame(20), "west": frame(20), "zoo": frame(20)}

@@ -7,9 +7,10 @@ Rows and columns are kept as hashes under a key of the ledger's own.
 import contextlib
 import hashlib
 import json
+import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -47,6 +48,7 @@ class Ledger:
         known: Digests of rows and columns of these.
         lines: The questions: when, run, name, answer, and the rule by which it was refused.
         hidden: The sets of sites whose answers were added unseen.
+        ends: {site: {columns of times and events: the ends of bins at which these were counted}}.
     """
 
     key: str = field(default_factory=lambda: secrets.token_hex(32))
@@ -55,6 +57,7 @@ class Ledger:
     known: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     hidden: set[frozenset[str]] = field(default_factory=set)
+    ends: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> "Ledger":
@@ -126,8 +129,9 @@ class Ledger:
             for place, (name, one) in enumerate(zip(indicators, columns, strict=True)):
                 for other in (*others, *columns[:place]):
                     for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
-                        # What is a column, too, is answered anyway, as a third level.
-                        if 0 < len(apart) < least and apart not in columns:
+                        # What columns make together is answered anyway, as other levels.
+                        told = set().union(*(own for own in columns if own <= apart))
+                        if 0 < len(apart) < least and apart != told:
                             return f"{name} differs by fewer from another column, or its complement"
         return None
 
@@ -143,6 +147,23 @@ class Ledger:
                 "columns": [sorted(one) for one in columns],
             }
             self.analyses.setdefault(site.name, []).append(analysis)
+
+    def fewest(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> float:
+        """Return the least number of events, but 0, between neighbouring ends of bins of this
+        analysis and of earlier ones, whose difference tells these; infinity where it has no ends of
+        its own, or there were none.
+        """
+        known = self.ends.get(site.name, {}).get(f"{time}, {event}", [])
+        if not known or {*ends} <= {*known}:
+            return math.inf
+        times = site.column(time)[site.column(event) == 1].numpy()
+        counts = np.bincount(np.searchsorted(sorted({*known, *ends}), times))
+        return float(min(counts[counts > 0], default=math.inf))
+
+    def keep_ends(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> None:
+        """Keep the ends of bins at which events were counted, for later analyses; see `fewest`."""
+        of = self.ends.setdefault(site.name, {})
+        of[f"{time}, {event}"] = sorted({*of.get(f"{time}, {event}", []), *ends})
 
     def tells_one(self, names: Sequence[str]) -> bool:
         """Return whether sums over these sites, and those told before, together tell one site's,

@@ -84,9 +84,13 @@ class PartialLikelihood(OfTimes):
         return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's relative hazard, [n]; see `SiteSurvey`."""
-        eta = self.rows(state["theta"], site).eta
-        return site.weights * (eta - eta.max()).exp()
+        """Return each row's relative hazard, [n], of the strata that have events, which alone are
+        in the sums; see `SiteSurvey`.
+        """
+        rows = self.rows(state["theta"], site)
+        events = efron.added(rows.events.double(), rows.stratum, rows.strata)
+        counts = (events > 0)[rows.stratum] | ~rows.events.any()
+        return site.weights * (rows.eta - rows.eta.max()).exp() * counts
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step, see `newton.step`, and keep what residuals and curves need of the
@@ -126,12 +130,12 @@ class PartialLikelihood(OfTimes):
         )
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the cells of strata, times and events of a baseline that sites share, and those
-        of strata and times of entry; see `SiteSurvey`.
+        """Return the strata; of a baseline that sites share the cells of strata, times and events,
+        and those of strata and times of entry; see `SiteSurvey`.
         """
-        if self.grid is None:
-            return []
         rows = self.rows(state["theta"], site)
+        if self.grid is None:
+            return [rows.stratum]
         leaving = self.grid.cells(rows.last, rows.events, rows.stratum)
         return [leaving] if self.entry is None else [leaving, rows.slot + rows.first]
 

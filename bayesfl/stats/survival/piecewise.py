@@ -119,11 +119,12 @@ class ByInterval(Exposure):
         return self.survey.of_site(state, self.cut.by_interval(site), place)
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's weight in all its intervals, [n]; see `SiteSurvey`."""
+        """Return each row's weight in all its intervals, [..., n]; see `SiteSurvey`."""
         expanded = self.cut.by_interval(site)
         weight = self.survey.row_weights(state, expanded)
         row = torch.tensor(expanded.frame.index.to_numpy())
-        return torch.zeros_like(site.weights).index_add(0, row, weight)
+        found = torch.zeros(*weight.shape[:-1], len(site.x), dtype=torch.float64)
+        return found.index_add(-1, row, weight)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the next state."""

@@ -81,7 +81,7 @@ class Grid:
             )
         last = torch.searchsorted(ends, times).clamp_max(len(ends) - 1)
         last = last - (~events & (times < middles[last])).long()
-        return self._joined(site, last, ~events, group, 1 / 2)
+        return self._joined(site, last, times, ~events, group, 1 / 2)
 
     def first(
         self, site: Site, entries: Tensor, last: Tensor, events: Tensor, group: Tensor
@@ -104,24 +104,30 @@ class Grid:
         first = torch.searchsorted(ends, entries, right=True)
         first = first + (entries > middles[first.clamp_max(len(ends) - 1)]).long()
         first = torch.minimum(first, last + (~events).long())
-        return self._joined(site, first, first >= 0, group, 0)
+        return self._joined(site, first, entries, first >= 0, group, 0)
 
     def _joined(
-        self, site: Site, places: Tensor, chosen: Tensor, group: Tensor, share: float
+        self,
+        site: Site,
+        places: Tensor,
+        times: Tensor,
+        chosen: Tensor,
+        group: Tensor,
+        share: float,
     ) -> Tensor:
         """Return the places of rows [n], where some [n] of bools which are of one group and near
-        one another get one place, that of the row at a share of them, by as many as the policy's
-        `min_level`.
+        one another in time get one place, that at a share of theirs, by as many as the policy's
+        `min_level`: the same ones on any grid.
         """
         least = _least(site)
         if least < 2 or self.exact_times:
             return places
         for one in group.unique():
             order = (chosen & (group == one)).nonzero().flatten()
-            order = order[places[order].sort(stable=True).indices]
+            order = order[times[order].sort(stable=True).indices]
             for some in order.tensor_split(max(1, len(order) // least)):
                 at = int(share * len(some))
-                places[some] = places[some][at : at + 1]
+                places[some] = places[some].sort().values[at : at + 1]
         return places
 
     def cells(self, last: Tensor, events: Tensor, group: Tensor) -> Tensor:
@@ -297,7 +303,8 @@ class Bins(OfTimes):
 
     First each site reports times, rounded up on the lattice, between which it has equal numbers of
     events, as many as its `min_level` or more, and these make narrow bins. Then each reports which
-    bins joined from these have too few events, and at last how far in the bins its events lie.
+    bins joined from these have too few events, alone or beside those of earlier
+    analyses, and at last how far in the bins its events lie.
 
     Args:
         sites: Number of sites J.
@@ -348,7 +355,15 @@ class Bins(OfTimes):
         counts = torch.bincount(at, minlength=len(self.by.levels) * size)
         until = counts.reshape(-1, size).cumsum(1)
         inside = until[:, None, :] - until[:, :, None]
-        return {"n_few": ((inside > 0) & (inside < _least(site))).any(0).double()}
+        few = ((inside > 0) & (inside < _least(site))).any(0)
+        if site.policy is not None:
+            fewest = [
+                site.policy.ledger.fewest(site, self.time, self.event, [end])
+                for end in state["narrow"].tolist()
+            ]
+            apart = torch.tensor(fewest) < _least(site)
+            few = few | apart | apart[:, None]
+        return {"n_few": few.double()}
 
     def _shares(self, own: Tensor, site: Site, place: int) -> Tensors:
         """Return the times of equal shares of the sorted times of a site's events."""

@@ -138,6 +138,37 @@ def test_a_site_with_few_events_is_named():
             bf.stats.cox(tables, **when, **grid)
 
 
+@pytest.mark.filterwarnings("ignore:.* bins? of times")
+def test_other_bins_do_not_tell_who_is_between():
+    """A grid whose ends part three events from another's is refused; one that the library makes for
+    groups, or for fewer sites, is not.
+    """
+    frames = drawn(3, 3000, 0, True)
+    policy = Policy()
+    tables = bf.stats.tables(frames, terms=["x"], also=["t", "d", "g"], policy=policy)
+    when: Any = {"time": "t", "event": "d"}
+    first = bf.stats.kaplan_meier(tables, **when)
+    for sites in (tables, tables.only(["s0", "s1"])):
+        bf.stats.kaplan_meier(sites, **when, by=bf.stats.levels("g", [0, 1]))
+        bf.stats.cox(sites, **when)
+    ends = policy.ledger.ends["s0"]["t, d"]
+    times = frames["s0"]["t"][frames["s0"]["d"] == 1]
+    counts = np.histogram(times, [0, *ends])[0]
+    assert counts[counts > 0].min() >= 3
+    assert {*first.times.tolist()} <= {*ends}
+    few = next(
+        (k, beside)
+        for k, (low, high) in enumerate(itertools.pairwise(ends))
+        for beside in {float(f"{end:.1e}") for end in np.linspace(low, high, 50)}
+        if 0 < times.between(low, beside, inclusive="right").sum() < 3
+    )
+    grid = module.Grid((*ends[: few[0]], few[1], *ends[few[0] + 1 :]), exact_times=False)
+    with pytest.raises(Refusal, match="min_level of a cell, as an earlier analysis had other bins"):
+        bf.stats.kaplan_meier(tables, **when, grid=grid)
+    fresh = bf.stats.tables(frames, terms=["x"], also=["t", "d", "g"], policy=Policy())
+    assert bf.stats.kaplan_meier(fresh, **when, grid=grid).grid == grid
+
+
 def test_the_cheapest_cuts():
     """Beside all ways to cut."""
     rng = np.random.default_rng(0)
