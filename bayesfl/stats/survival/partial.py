@@ -84,12 +84,13 @@ class PartialLikelihood(OfTimes):
         return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's relative hazard, [n], of the strata that have events, which alone are
-        in the sums; see `SiteSurvey`.
+        """Return each row's relative hazard, [n], of those at risk in strata that have events, who
+        alone are in the sums; see `SiteSurvey`.
         """
         rows = self.rows(state["theta"], site)
         events = efron.added(rows.events.double(), rows.stratum, rows.strata)
-        counts = (events > 0)[rows.stratum] | ~rows.events.any()
+        at_risk = (events > 0)[rows.stratum] & (rows.first <= rows.last)
+        counts = at_risk | ~rows.events.any()
         return site.weights * (rows.eta - rows.eta.max()).exp() * counts
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
