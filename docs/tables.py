@@ -184,7 +184,6 @@ def leaving() -> str:
 
     method = bf.algorithms.pfedvem(bf.models.mlp(64, hidden=20, outputs=10))
     steps = (
-        bf.calibration.Choice(),
         bf.calibration.Temperature(),
         bf.calibration.Bias(),
         bf.calibration.Conformal(),

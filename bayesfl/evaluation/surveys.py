@@ -46,8 +46,6 @@ class LocalPredictions:
         ids: The clients' numbers in the federation, [J].
         seed: The run's seed.
         round: Number of rounds done.
-        shared: Predictions of the same rows by the server's model, where a step compares them with
-            the clients' own; None otherwise.
         rows: A hash of the inputs of every row, [R] uint64, where a step draws a number for each;
             None otherwise.
     """
@@ -57,7 +55,6 @@ class LocalPredictions:
     ids: np.ndarray
     seed: int = 0
     round: int = 0
-    shared: Predictions | None = None
     rows: Any = None
 
     @classmethod
@@ -65,7 +62,6 @@ class LocalPredictions:
         cls,
         client: int,
         own: Mapping[str, Any],
-        shared: Mapping[str, Any],
         about: Mapping[str, Any],
         **known: Any,
     ) -> "LocalPredictions":
@@ -74,18 +70,13 @@ class LocalPredictions:
         Args:
             client: Its number.
             own: Its predictions, {name: [n, ...]}.
-            shared: Those of the server's model; empty where there are none.
             about: What `Predictions` holds beside tensors that are predicted.
             known: What this holds beside predictions.
         """
         n = len(own["epistemic"])
-        given: dict[str, Any] = {**about, "mask": torch.ones(n, dtype=torch.bool)}
-        made, other = (
-            Predictions(**given, **{name: t.cpu() for name, t in found.items()}) if found else None
-            for found in (own, shared)
-        )
-        assert made is not None  # the client's own, which are always there
-        return cls(made, Segments(torch.tensor([n])), np.array([client]), shared=other, **known)
+        given: dict[str, Any] = {**about, **{name: t.cpu() for name, t in own.items()}}
+        made = Predictions(mask=torch.ones(n, dtype=torch.bool), **given)
+        return cls(made, Segments(torch.tensor([n])), np.array([client]), **known)
 
     @cached_property
     def logits(self) -> Tensor:

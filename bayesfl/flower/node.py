@@ -23,7 +23,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
-from bayesfl.evaluation.calibration.steps import any_draws, compares
+from bayesfl.evaluation.calibration.steps import any_draws
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.surveys import LocalPredictions
@@ -32,7 +32,7 @@ from bayesfl.federation.clients.after import last_layers, next_question
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
-from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
+from bayesfl.federation.clients.predict import of_chunk
 from bayesfl.federation.clients.tuning import candidates
 from bayesfl.federation.errors import called
 from bayesfl.federation.store.identity import reading
@@ -299,17 +299,12 @@ class Node:
         def make() -> dict[str, Any]:
             about: Any = {"round": order.round, "draws": None, "known": order.told}
             [[(_, own)]] = of_chunk(*self._finetuned(order), [self._split(split, order)], **about)
-            kept = {"own": own}
-            if compares(self.calibration) and (common := common_view(self.algorithm, order.common)):
-                rows = self._of_one(split, order)
-                kept["shared"] = by_all(self.engine, self.algorithm, common, rows)
-            return tree_map(lambda t: t[0].cpu(), kept)
+            return {name: t[0].cpu() for name, t in own.items()}
 
         found = self._kept(order, split, made_by, make)
         return LocalPredictions.of_one(
             self.id,
-            found["own"],
-            found.get("shared", {}),
+            found,
             {"labels": labels, "likelihood": self.algorithm.likelihood},
             seed=order.seed,
             round=order.round,

@@ -19,7 +19,7 @@ from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.own_measures import Measure, check_measures
-from bayesfl.federation.clients.surveying import check_servers_model, checked_steps
+from bayesfl.federation.clients.surveying import checked_steps
 from bayesfl.federation.settings import FEDERATION, Method
 from bayesfl.federation.store.files import described_steps
 from bayesfl.federation.store.identity import agreement, method_differences
@@ -85,7 +85,6 @@ def client_app(
     """
     steps = checked_steps(calibration)
     described_steps(steps)
-    check_servers_model(steps, algorithm)
     agreed = agreement(algorithm, steps)
     own = engine or Engine(), torch.device(device)
 

@@ -183,7 +183,6 @@ def serve(
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     steps = surveying.checked_steps(calibration)
     files.described_steps(steps)
-    surveying.check_servers_model(steps, algorithm)
     with files.claimed(checkpoint):
         there = _OverFlower(grid, admission, timeout, checkpoint, on_round, steps)
         state = there.begin(algorithm, settings, clients, dtype, start)

@@ -12,7 +12,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 
 STEPS = (bf.calibration.Temperature(), bf.calibration.Bias(), bf.calibration.Conformal())
-CHOSEN = (bf.calibration.Choice(), bf.calibration.Abstention(risk=0.6))
+ABSTAINING = (bf.calibration.Abstention(risk=0.6),)
 
 
 @cache

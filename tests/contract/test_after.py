@@ -19,7 +19,7 @@ import bayesfl as bf
 from bayesfl.base.trees import nest
 from bayesfl.federation.run.result import Result
 from bayesfl.flower import Deployed, load
-from tests.contract.asked import CHOSEN, STEPS, clients, digest, network
+from tests.contract.asked import ABSTAINING, STEPS, clients, digest, network
 from tests.flower.made import deploy, grid_of, predictions, private
 
 RECORDED = Path(__file__).with_name("after.json")
@@ -100,7 +100,7 @@ def here(name: str, aggregation: Any, conducted: Any) -> dict[str, dict[str, str
     for step in STEPS:
         found[type(step).__name__] = told(result.calibrate(step, aggregation=conducted))
     if name in ("tuned", "plain"):
-        found["chosen"] = told(result.calibrate(*CHOSEN, aggregation=conducted))
+        found["abstaining"] = told(result.calibrate(*ABSTAINING, aggregation=conducted))
     novel = clients(4).select([2, 3])
     found["novel"] = told(result.adapt(novel))
     found["novel calibrated"] = told(
@@ -147,8 +147,8 @@ def deployed(run: Deployed, folder: Path) -> dict[str, str]:
 def network_of(name: str) -> dict[str, dict[str, str]]:
     """What a method's deployments say, by question."""
     found = {}
-    for question, steps in (("trained", ()), ("calibrated", STEPS), ("chosen", CHOSEN)):
-        if question == "chosen" and name not in ("tuned", "plain"):
+    for question, steps in (("trained", ()), ("calibrated", STEPS), ("abstaining", ABSTAINING)):
+        if question == "abstaining" and name not in ("tuned", "plain"):
             continue
         with TemporaryDirectory() as temporary:
             folder = Path(temporary)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
+from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature
 from bayesfl.federation.run.result import Result
 from bayesfl.flower import BadClients, Deployed, load, node
 from bayesfl.likelihoods import Gaussian, Quantiles
@@ -326,27 +326,22 @@ def test_regressions_have_intervals(tmp_path: Path):
     assert found.history[-1]["calibrated_coverage"] > 0.5
 
 
-def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path: Path):
-    """Nodes compare their own model with the server's, and answer where doubt is low; so do their
-    files.
-    """
+def test_answers_are_the_simulations(parted: FederatedData, tmp_path: Path):
+    """Nodes answer where doubt is low; so do their files."""
     model = bf.models.mlp(parted.inputs, hidden=16, outputs=10)
     slow, fast = (SGD(rate, momentum=0.9) for rate in (0.03, 0.15))
     method = bf.algorithms.fedavg_ft(
         model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast
     )
-    steps = (Choice(delta=0.4), Temperature(), Abstention(risk=0.4, delta=0.4))
+    steps = (Temperature(), Abstention(risk=0.4, delta=0.4))
     sim = simulated(method, parted).calibrate(*steps)
-    takes = sim.steps[0].own["shared"]
-    assert set(takes.tolist()) == {True, False}
     found = deploy(method, parted, tmp_path, calibration=steps)
     expected = sim.predict()
-    assert float(found.steps[2].state["threshold"]) == pytest.approx(
-        float(sim.steps[2].state["threshold"])
+    assert float(found.steps[1].state["threshold"]) == pytest.approx(
+        float(sim.steps[1].state["threshold"])
     )
     for j in range(4):
         model = bf.load_client(kept(tmp_path, found, j), method)
-        assert bool(model.steps[0].own["shared"][0]) == bool(takes[j])
         again, test = model.predict(parted.test.client(j)[0]), expected.client(j)
         assert_close(again.probs, test.probs, atol=1e-8, rtol=0)
         assert torch.equal(again.answered, test.answered)

@@ -9,7 +9,6 @@ For a single model, `temperature(logits, y)` returns its temperature.
 
 from bayesfl.evaluation.calibration.abstention import Abstention
 from bayesfl.evaluation.calibration.bias import Bias
-from bayesfl.evaluation.calibration.choice import Choice
 from bayesfl.evaluation.calibration.conformal import Conformal
 from bayesfl.evaluation.calibration.steps import Fitted, Step, applied, fit
 from bayesfl.evaluation.calibration.temperatures import Temperature, temperature
@@ -17,7 +16,6 @@ from bayesfl.evaluation.calibration.temperatures import Temperature, temperature
 __all__ = [
     "Abstention",
     "Bias",
-    "Choice",
     "Conformal",
     "Fitted",
     "Step",

@@ -17,9 +17,9 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 class Step(Survey[LocalPredictions], Protocol):
     """A survey whose result is applied to predictions.
 
-    A step may say `compares = True`, and is then given `LocalPredictions.shared`; `draws = True`,
-    and is then given `LocalPredictions.rows`; and `last = True` if it makes sets or answers of the
-    probabilities, which others then change no more. docs/howto/extending.md writes one.
+    A step may say `draws = True`, and is then given `LocalPredictions.rows`; and `last = True` if
+    it makes sets or answers of the probabilities, which others then change no more.
+    docs/howto/extending.md writes one.
 
     Example:
         >>> isinstance(bf.calibration.Temperature(), bf.calibration.Step)
@@ -127,13 +127,6 @@ def refuse_empty(split: str, examples: Tensor) -> None:
         raise ValueError(
             f"no client has an example in the split {split!r}: make the data with {split}=0.1"
         )
-
-
-def compares(steps: "Iterable[Step]") -> bool:
-    """Return whether one of some steps compares clients' own predictions with those of the server's
-    model.
-    """
-    return any(getattr(step, "compares", False) for step in steps)
 
 
 def ends(step: Step) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.described import described, differences
@@ -43,11 +42,10 @@ from bayesfl.data.outline import Outline
 from bayesfl.data.schema import Schema
 from bayesfl.data.split import Change
 from bayesfl.data.tables.frames import check_index
-from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
 from bayesfl.evaluation.calibration.conformal import epistemic_score
-from bayesfl.evaluation.calibration.steps import any_draws, compares
+from bayesfl.evaluation.calibration.steps import any_draws
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
@@ -100,8 +98,6 @@ class ClientModel:
             has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
-        common: The beliefs about the server's model, where a step of calibration compares it with
-            the client's own; empty otherwise.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -125,7 +121,6 @@ class ClientModel:
     predictor: FittedPredictor | None = None
     steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
-    common: View = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model with its predictor as a file holds it."""
@@ -208,12 +203,10 @@ class ClientModel:
                 f"first is row {int(bad.nonzero()[0])}; look at these inputs, at the transform or "
                 "at the weights",
             )
-        of_all = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else {}
         draws_own = any_draws(one.step for one in self.steps)
         return LocalPredictions.of_one(
             self.client,
             found,
-            {name: t[0] for name, t in of_all.items()},
             {"likelihood": self.algorithm.likelihood, "class_names": self.schema.class_names},
             seed=self.seed,
             round=self.round,
@@ -414,17 +407,9 @@ class ClientModel:
 
     def _served(self) -> Served:
         algorithm, view = self.algorithm, self.view
-        common = self.common and any(
-            bool(one.own["shared"][0])
-            for one in self.steps
-            if isinstance(one.step, calibration.Choice)
-        )
         rule = self._rule
         weights = torch.ones(1, dtype=self.dtype)
-        if common:
-            parts: Any = algorithm.shared_parts()
-            networks = [module_at(algorithm, parts, self.common | {"n": view["n"]})]
-        elif isinstance(rule, Mixture):
+        if isinstance(rule, Mixture):
             pi = view[rule.weights]
             copies = pi.nonzero().flatten().tolist()
             alone = [
@@ -543,7 +528,6 @@ def client_model(
     seed: int,
     known: Mapping[str, Tensors],
     steps: tuple[calibration.Fitted, ...] = (),
-    server: Server | None = None,
 ) -> ClientModel:
     """Make one client's model.
 
@@ -559,7 +543,6 @@ def client_model(
         seed: The run's seed.
         known: The last states of the surveys that the method's predictor needs, by their names.
         steps: Steps of calibration with its own parameters, [1, ...].
-        server: The server's state; None for what the client received.
 
     Raises:
         ValueError: The data have a transform, of which only the description is known.
@@ -576,11 +559,6 @@ def client_model(
             "rows, and this result was loaded without the data, which have it; bf.load(path, "
             "algorithm, clients) loads it with them"
         )
-    common = (
-        predict.common_view(algorithm, given if server is None else server)
-        if compares(one.step for one in steps)
-        else None
-    )
     return ClientModel(
         algorithm,
         name,
@@ -592,7 +570,6 @@ def client_model(
         value=predict.value_of(algorithm, known),
         predictor=predictor,
         steps=steps,
-        common=tree_map(torch.clone, common or {}),
     )
 
 

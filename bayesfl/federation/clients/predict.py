@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each
-from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
+from bayesfl.base.protocols import FittedPredictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import HEAD, Heads, Mixture
@@ -341,43 +341,16 @@ def shared(local: Local, state: State, split: ClientData) -> LocalPredictions | 
 
     One model serves all clients, so their rows are computed together.
     """
-    algorithm = local.algorithm
-    if (common := common_view(algorithm, state.server)) is None:
+    algorithm, server = local.algorithm, state.server
+    if (parts := algorithm.shared_parts()) is None:
         return None
+    means = {name: algorithm.centre(name, server) for name in algorithm.whole(parts)}
+    views = tree_map(lambda t: t.unsqueeze(0), means) | {
+        "n": torch.ones(1, dtype=split.dtype, device=split.device)
+    }
     together = replace(split, counts=np.array([len(split.index)]))
-    flat = by_all(local.engine, algorithm, common, together)
+    flat = _of_views(local.engine, algorithm, parts, views, together, np.zeros(1, np.int64), {})
     collector = Collector(split, local.names, algorithm.likelihood)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
         collector.add(np.array([j]), {name: t[:, start : start + n] for name, t in flat.items()})
     return collector.found()
-
-
-def common_view(algorithm: Algorithm, server: Server) -> View | None:
-    """Return the beliefs about the server's model, [...]; None where the server holds no whole
-    model, or single clients receive other ones.
-
-    Args:
-        algorithm: The method.
-        server: The server's state, or what a client has received.
-    """
-    if (parts := algorithm.shared_parts()) is None or not all(
-        name in server for name in algorithm.whole(parts)
-    ):
-        return None
-    return {name: algorithm.centre(name, server) for name in algorithm.whole(parts)}
-
-
-def by_all(engine: Engine, algorithm: Algorithm, common: View, split: ClientData) -> Tensors:
-    """Predict with the mean of the server's model, {name: [1, N, ...]}.
-
-    Args:
-        engine: How it computes.
-        algorithm: The method.
-        common: What `common_view` gives.
-        split: The rows, as one client's.
-    """
-    parts: Any = algorithm.shared_parts()
-    views = tree_map(lambda t: t.unsqueeze(0), dict(common)) | {
-        "n": torch.ones(1, dtype=split.dtype, device=split.device)
-    }
-    return _of_views(engine, algorithm, parts, views, split, np.zeros(1, np.int64), {})

@@ -24,12 +24,10 @@ from bayesfl.evaluation.calibration import (
     applied,
     fit,
 )
-from bayesfl.evaluation.calibration.steps import any_draws, compares, ends
+from bayesfl.evaluation.calibration.steps import any_draws, ends
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
-from bayesfl.federation.clients import predict
-from bayesfl.federation.clients.local import Local
 from bayesfl.federation.store.identity import reading
 
 _ANEW = "begin with result.uncalibrated().calibrate(...), and give each once, in the order of use"
@@ -87,8 +85,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
 
     Raises:
         TypeError: Something is no step.
-        ValueError: A step that compares models is not the first, one changes probabilities after
-            sets were made of them, or one is of the kind of another.
+        ValueError: A step changes probabilities after sets were made of them, or one is of the
+            kind of another.
 
     Warns:
         UserWarning: A step is fitted to training or test rows, or sets are made of scores on a
@@ -98,11 +96,6 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         if not isinstance(step, Step) or isinstance(step, type):
             raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
         earlier = (*before, *steps[:number])
-        if compares([step]) and earlier:
-            raise ValueError(
-                f"{type(step).__name__} must be the first step, as others are fitted to the "
-                "predictions that it chooses"
-            )
         made = {type(one).__name__ for one in earlier if ends(one)}
         if made and not ends(step):
             raise ValueError(
@@ -129,8 +122,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
             warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, "
                 f"{step.split!r}: coverage then falls below the level, hardly after a pooled "
-                "temperature, by one or two per cent after a bias, by more after a choice; "
-                "fit the former to 'validation', the latter to 'calibration'",
+                "temperature, by one or two per cent after a bias; fit the former to "
+                "'validation', the latter to 'calibration'",
             )
     return tuple(steps)
 
@@ -237,26 +230,6 @@ def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
     return outputs
 
 
-def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:
-    """Raise ValueError if a step compares clients' own models with the server's, and the method has
-    not both.
-    """
-    if not (names := [type(step).__name__ for step in steps if compares([step])]):
-        return
-    if not algorithm.finetune and not any(algorithm.blocks[part].keep for part in algorithm.parts):
-        raise ValueError(
-            f"{names[0]} compares clients' own models with the server's, and in this method all "
-            "clients predict with the server's, so that there is nothing to choose: leave it out, "
-            "or take a method with models of their own, such as fedavg_ft or ditto"
-        )
-    if algorithm.shared_parts() is None:
-        raise ValueError(
-            f"{names[0]} compares clients' own models with the server's, and this method has no "
-            "whole model on the server: leave it out, or take a method that has one, such as "
-            "fedavg_ft or ditto"
-        )
-
-
 def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
     """Raise ValueError if predictions are to be made with another number of draws than those to
     which steps were fitted.
@@ -288,29 +261,12 @@ def check_reading(result: Any) -> None:
         )
 
 
-def known(
-    result: Any,
-    local: Local,
-    split: ClientData,
-    found: LocalPredictions,
-    steps: Sequence[Step],
+def hashed_rows(
+    found: LocalPredictions, split: ClientData, steps: Sequence[Step]
 ) -> LocalPredictions:
-    """Return clients' predictions of a split with what steps need beside them.
-
-    Args:
-        result: The federation, a `Result`.
-        local: Its clients' local work.
-        split: The split.
-        found: The predictions.
-        steps: The steps that are to read it.
-    """
-    shared = predict.shared(local, result.state, split) if compares(steps) else None
+    """Return predictions of a split with hashes of its rows, where a step draws by them."""
     each = [split.client(j)[0] for j in range(split.clients)] if any_draws(steps) else []
-    return replace(
-        found,
-        shared=None if shared is None else shared.predictions,
-        rows=np.concatenate([hashed(words(x)) for x in each]) if each else None,
-    )
+    return replace(found, rows=np.concatenate([hashed(words(x)) for x in each]) if each else None)
 
 
 def without_rows(known: LocalPredictions) -> LocalPredictions:
@@ -322,6 +278,5 @@ def without_rows(known: LocalPredictions) -> LocalPredictions:
         known,
         predictions=known.predictions.at(none),
         clients=Segments(0 * known.clients.counts),
-        shared=None if known.shared is None else known.shared.at(none),
         rows=None if known.rows is None else known.rows[none],
     )

@@ -311,7 +311,8 @@ class Result(Run):
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
         return tuple(
-            surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
+            surveying.hashed_rows(predicted, split, reads)
+            for predicted, split in zip(found, splits, strict=True)
         )
 
     def calibrate(self, *steps: Step, aggregation: surveying.Adder | None = None) -> "Result":
@@ -339,7 +340,6 @@ class Result(Run):
                 of validation rows, or of others that a step reads, larger.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
-        surveying.check_servers_model(steps, self.algorithm)
         surveying.check_reading(self)
         outputs = surveying.about(self, steps)
         splits = self.data.to(self.device, self.dtype).splits
@@ -653,7 +653,6 @@ class Result(Run):
             seed=self.settings.seed,
             known=self.answers,
             steps=tuple(one.of(torch.tensor([j])) for one in self.steps),
-            server=self.server,
         )
 
     def _unadapted(self, j: int) -> tuple[Server, View]:

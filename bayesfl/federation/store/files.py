@@ -35,7 +35,6 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import (
     Abstention,
     Bias,
-    Choice,
     Conformal,
     Fitted,
     Step,
@@ -54,7 +53,7 @@ STATE = "state.safetensors"
 ROUND = re.compile(r"round-\d{6,}\.safetensors")
 KEPT = 2
 STEPS: dict[str, type] = {
-    kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)
+    kind.__name__: kind for kind in (Temperature, Bias, Conformal, Abstention)
 }
 """Steps of calibration by their names in files."""
 
@@ -193,7 +192,7 @@ CLIENT = FileKind(
         "algorithm": METHOD,
         **dict.fromkeys(
             (
-                *("name", "view", "value", "plug_in", "stored", "common", "written"),
+                *("name", "view", "value", "plug_in", "stored", "written"),
                 "predicting",
             ),
             PLAIN,

@@ -708,7 +708,7 @@ def test_the_network_alone_is_enough(model: nn.Module, tmp_path: Path):
     network = bf.models.mlp(rows.inputs, hidden=8, outputs=10)
     result = bf.simulate(
         bf.algorithms.ditto(network), rows, rounds=2, progress=False, evaluate_every=None
-    ).calibrate(bf.calibration.Choice(), bf.calibration.Temperature(), bf.calibration.Conformal())
+    ).calibrate(bf.calibration.Temperature(), bf.calibration.Conformal())
     result.client(1).save(tmp_path / "own")
     x = rows.test.client(1)[0]
     expected, found = (

@@ -49,13 +49,11 @@ def brighter(x: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_calibrated_client_is_served_as_it_predicts(tmp_path: Path):
-    """Transform, choice, temperature and bias are inside the graph; thresholds and names beside
-    it.
-    """
+    """Transform, temperature and bias are inside the graph; thresholds and names beside it."""
     rows = bf.data.iid("digits", clients=3, validation=0.2, calibration=0.2)
     rows = rows.transformed(brighter)
     network = bf.models.mlp(rows.inputs, hidden=8, outputs=10)
-    steps = (calibration.Choice(), calibration.Temperature(), calibration.Bias())
+    steps = (calibration.Temperature(), calibration.Bias())
     result = trained(bf.algorithms.ditto(network), rows).calibrate(*steps, calibration.Conformal())
     own, x = result.client(1), rows.test.x[rows.test.index[:9]]
     found = served(own, x, (x,), tmp_path)
@@ -67,7 +65,7 @@ def test_a_calibrated_client_is_served_as_it_predicts(tmp_path: Path):
     assert said["class_names"] == [str(k) for k in range(10)]
     assert [one["step"] for one in said["steps"]][-1] == "Conformal"
     assert said["steps"][-1]["threshold"] == own.steps[-1].own["threshold"][0].tolist()
-    with pytest.warns(UserWarning, match=r"leaves out its calibration \(Choice, Temp.*export"):
+    with pytest.warns(UserWarning, match=r"leaves out its calibration \(Temp.*export"):
         own.model()
 
 

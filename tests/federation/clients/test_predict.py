@@ -164,19 +164,6 @@ def test_a_split_without_examples(result):
         result.predict(ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int)))
 
 
-def test_a_server_without_the_whole_model_has_no_common_view():
-    """As what a client receives, where some blocks are addressed to single clients; a method with
-    personal heads has none at all.
-    """
-    whole, personal = (
-        make(bf.models.mlp(4, outputs=3)) for make in (bf.algorithms.fedavg, bf.algorithms.fedper)
-    )
-    server = whole.init(2, dtype=torch.float32)
-    assert predict.common_view(whole, server) is not None
-    assert predict.common_view(whole, {}) is None
-    assert predict.common_view(personal, personal.init(2, dtype=torch.float32)) is None
-
-
 def test_a_mixture_predicts_for_a_chunk_as_for_each_client():
     """Copies of weight 0 take no part, whatever they predict."""
     data = bf.data.concept_drift("digits", clients=4, seed=0)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import SecureSum
-from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
+from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.private import secure as secure_sums
 from bayesfl.federation.private.secure import masked_total
@@ -286,57 +286,6 @@ def personal() -> tuple[Any, Any]:
         model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast
     )
     return data, run(method, data, rounds=5, evaluate_every=None)
-
-
-def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: Path):
-    """Those that take the server's predict as it does; so do saved runs, files, and newcomers by
-    their own rows.
-    """
-    data, plain = personal
-    chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
-    takes = chosen.steps[0].own["shared"]
-    assert 0 < takes.sum() < 5
-    alone = replace(chosen, after=chosen.after[:1]).predict()
-    shared = torch.stack(
-        [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
-    )
-    wanted = torch.where(takes[:, None, None], shared, plain.predict().probs[:, :5])
-    assert_close(alone.probs[:, :5], wanted, atol=1e-6, rtol=1e-5)
-    found = chosen.predict()
-    chosen.save(tmp_path / "run")
-    assert_close(
-        bf.load(tmp_path / "run", plain.algorithm, data).predict().probs,
-        found.probs,
-        equal_nan=True,
-    )
-    for j in (int(takes.nonzero()[0]), int((~takes).nonzero()[0])):
-        chosen.client(j).save(tmp_path / str(j))
-        model = bf.load_client(tmp_path / str(j), plain.algorithm)
-        again = model.predict(data.test.client(j)[0])
-        assert_close(again.probs, found.client(j).probs, atol=1e-6, rtol=1e-5)
-        assert torch.equal(again.sets, found.client(j).sets)
-        assert len(model.alarm().see(model.scores(*data.test.client(j))).p) == data.test.counts[j]
-    joined = plain.calibrate(Choice()).adapt(data.select([1, 3]))
-    assert joined.steps[0].own["shared"].shape == (2,)
-    assert joined.predict().probs is not None
-
-
-def test_a_choice_comes_first_and_needs_two_models(personal: tuple[Any, Any]):
-    data, plain = personal
-    common, own_head = (
-        run(make(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
-        for make in (bf.algorithms.fedavg, bf.algorithms.fedper)
-    )
-    for one, steps, words in (
-        (plain, (Temperature(), Choice()), "Choice must be the first step"),
-        (plain.calibrate(Temperature()), (Choice(),), "Choice must be the first step"),
-        (common, (Choice(),), "all clients predict with the server's"),
-        (own_head, (Choice(),), "no whole model on the server"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            one.calibrate(*steps)
-    with pytest.warns(UserWarning, match="Choice and Conformal are fitted to the same split"):
-        plain.calibrate(Choice(split="calibration"), Conformal())
 
 
 def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
