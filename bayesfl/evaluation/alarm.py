@@ -19,9 +19,7 @@ martingale, a conformal test martingale, so the probability that it ever reaches
 most delta (Ville), however often, and whenever, somebody looks.
 """
 
-import math
 import os
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -30,7 +28,7 @@ from numpy.typing import ArrayLike
 
 from bayesfl.base import archive
 from bayesfl.base.numerics import levelled
-from bayesfl.base.options import PROBABILITY, declared, number
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]
@@ -239,90 +237,6 @@ class Alarm:
         made = cls(tensors["sorted"].numpy(), **said, of=of and (of[0], of[1]))
         made._wealth = tensors["wealth"].numpy()
         made.p, made.uniforms, made.history = tensors["seen"].numpy()
-        return made
-
-
-class Merged:
-    """One alarm of several clients, each of which sends it one number: the mean of their
-    evidence.
-
-    If no client's rows tell another's, the mean is a martingale as each of them is, so the
-    probability that it ever reaches 1 / `delta` is at most delta. An alarm wherever any client's
-    evidence reaches 1 / delta is raised more often.
-
-    Args:
-        clients: The clients' names, fixed beforehand.
-        delta: Probability with which it may ever be raised although nothing has changed at any
-            client, in (0, 1).
-
-    Raises:
-        ValueError: `delta` is out of range.
-    """
-
-    @declared
-    def __init__(
-        self, clients: Sequence[str], *, delta: Annotated[float, PROBABILITY] = 0.05
-    ) -> None:
-        self.delta = delta
-        self._last = dict.fromkeys(clients, 1.0)
-        self.history: list[float] = []
-
-    def __repr__(self) -> str:
-        said = "raised" if self.raised else "not raised"
-        reports = f"{len(self.history)} report{'s' * (len(self.history) != 1)}"
-        return (
-            f"Merged({len(self._last)} clients, {reports}, evidence {self.evidence:.3g} of "
-            f"{1 / self.delta:g}; {said})"
-        )
-
-    @property
-    def evidence(self) -> float:
-        """Return the mean over clients of the last evidence that each sent; a client that has sent
-        none counts as 1.
-        """
-        return math.fsum(self._last.values()) / len(self._last)
-
-    @property
-    def raised(self) -> bool:
-        """Return whether the mean has ever reached 1 / delta."""
-        return any(one >= 1 / self.delta for one in self.history)
-
-    def see(self, evidence: Mapping[str, float]) -> "Merged":
-        """Take what clients sent, `Alarm.evidence` by their names, and return the alarm itself;
-        others keep what they sent last.
-
-        Raises:
-            ValueError: A client is unknown, or a number is negative or NaN.
-        """
-        found = {name: number(f"the evidence of {name!r}", one) for name, one in evidence.items()}
-        for name, value in found.items():
-            if name not in self._last or not value >= 0:
-                raise ValueError(
-                    "evidence must be a number >= 0, as Alarm.evidence is, of each of the clients "
-                    f"{list(self._last)}, which are fixed beforehand, got {value} of {name!r}"
-                )
-        self._last |= found
-        self.history.append(self.evidence)
-        return self
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the alarm's state into a file, completely or not at all, from which `Merged.load`
-        goes on.
-        """
-        said = {"delta": self.delta, "last": self._last, "history": self.history}
-        archive.write(path, "merged alarm", said, {})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Merged":
-        """Read an alarm that `save` wrote.
-
-        Raises:
-            CheckpointError: The file is absent or damaged, or holds something else.
-        """
-        found, _ = archive.read_kind(path, "merged alarm")
-        made = cls(list(found["last"]), delta=found["delta"])
-        made.see(found["last"])
-        made.history = found["history"]
         return made
 
 

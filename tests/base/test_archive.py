@@ -14,7 +14,7 @@ import bayesfl as bf
 from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError
 from bayesfl.data.tables.columns import Columns, Number
-from bayesfl.evaluation.alarm import Alarm, Merged
+from bayesfl.evaluation.alarm import Alarm
 from bayesfl.posteriors import Laplace, MeanField, Samples
 
 
@@ -46,14 +46,11 @@ def kinds() -> dict[str, tuple[Any, Any]]:
             lambda path: MeanField.load(path, NETWORK),
         ),
         "alarm": (Alarm([1.0, 2.0], of=("labels", "me")).see([1.5, 0.5]), Alarm.load),
-        "merged": (Merged(["a", "b"]).see({"a": 3.0}), Merged.load),
         "columns": (columns, Columns.load),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["laplace", "samples", "variational", "alarm", "merged", "columns"]
-)
+@pytest.mark.parametrize("name", ["laplace", "samples", "variational", "alarm", "columns"])
 def test_damage_is_found(name: str, tmp_path: Path):
     """Fifty bits of a file turned, one at a time: none loads as another thing."""
     thing, load = kinds()[name]
@@ -73,7 +70,7 @@ def test_what_is_absent_or_cut_is_named(tmp_path: Path):
     (tmp_path / "cut").write_bytes(b"not a file of bayesfl")
     for name in ("cut", "absent"):
         with pytest.raises(CheckpointError, match=f"{name}' is damaged"):
-            Merged.load(tmp_path / name)
+            Alarm.load(tmp_path / name)
 
 
 def test_an_object_is_its_class_and_what_is_not_at_its_default():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayesfl.evaluation.alarm import POWERS, STAKES, Alarm, Merged
+from bayesfl.evaluation.alarm import POWERS, STAKES, Alarm
 
 
 def by_definition(
@@ -107,29 +107,12 @@ def test_it_stays_raised():
     assert f"raised after {first} rows" in repr(watch)
 
 
-def test_clients_are_merged_by_the_mean():
-    """A client that sends nothing counts with what it sent last; the first maximum counts."""
-    merged = Merged(["Zurich", "Basel", "Bern"], delta=0.1)
-    assert merged.evidence == 1
-    assert not merged.see({"Zurich": 25.0}).raised
-    assert merged.evidence == pytest.approx(9.0)
-    assert merged.see({"Basel": 8.0}).raised
-    merged.see({"Zurich": 0.0, "Basel": 0.0})
-    assert merged.evidence == pytest.approx(1 / 3)
-    assert merged.raised
-    assert merged.history == pytest.approx([9.0, 34 / 3, 1 / 3])
-    for bad in ({"Chur": 1.0}, {"Zurich": -1.0}, {"Zurich": math.nan}):
-        with pytest.raises(ValueError, match=r"number >= 0.* of each of the clients .*got"):
-            merged.see(bad)
-
-
 def test_bad_input():
     for make, words in (
         (lambda: Alarm([1.0, math.nan]), r"reference must be .*finite.* 1 of them"),
         (lambda: Alarm([1.0], alpha=1.0), r"^alpha must lie within .*got 1\.0"),
         (lambda: Alarm([1.0], delta=0.0), r"^delta must lie within .*got 0\.0"),
         (lambda: Alarm([1.0]).see([[1.0]]), r"scores must be one .* for each row, .*\[1, 1\]"),
-        (lambda: Merged(["a"]).see({"a": Alarm([1.0])}), "evidence of 'a' must be a number"),  # pyright: ignore[reportArgumentType] (an alarm is the point)
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.evaluation.alarm import Alarm, Merged
+from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.audit import Audit
 from bayesfl.evaluation.plots.look import (
     BLUE,
@@ -99,7 +99,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
 
 @literal
 def evidence(
-    entries: "Alarm | Merged | Mapping[str, Alarm | Merged]",
+    entries: "Alarm | Mapping[str, Alarm]",
     *,
     ax: "Axes | None" = None,
     title: str | None = None,
@@ -124,13 +124,11 @@ def evidence(
         >>> bf.plots.evidence(watch).get_xlabel()
         'rows seen'
     """
-    named: dict[str, Alarm | Merged] = (
-        {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
-    )
+    named: dict[str, Alarm] = {"": entries} if isinstance(entries, Alarm) else dict(entries)
     (height,) = {1 / watch.delta for watch in named.values()}
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for watch, look in zip(named.values(), lines(named), strict=True):
-        all_of = np.concatenate([[1.0], np.asarray(watch.history)])
+        all_of = np.concatenate([[1.0], watch.history])
         shown = np.clip(all_of, _LOW, _HIGH)
         if (all_of > _HIGH).any():
             ax.plot(
@@ -177,13 +175,12 @@ def evidence(
             va="bottom",
             fontsize="small",
         )
-    counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
     return finish(
         ax,
         title,
         grid="y",
-        legend=not isinstance(entries, Alarm | Merged),
-        xlabel=" or ".join(sorted(counted, reverse=True)),
+        legend=not isinstance(entries, Alarm),
+        xlabel="rows seen",
         ylabel="evidence",
     )
 
