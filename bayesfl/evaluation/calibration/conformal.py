@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import NotNegative
 from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.scores import (
     Score,
@@ -27,9 +26,6 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 By: TypeAlias = Literal["client", "label"]
-SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
-"""The values of n0 of which shrink="pinball" takes one."""
-
 HISTOGRAM_BINS = 1024
 """Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper
 end is at most a bin too large.
@@ -73,9 +69,7 @@ class Conformal:
     foreign scores cost otherwise. `shrink=0` uses the
     client's own scores alone, and promises `level` to each; a client with fewer than level / (1 -
     level) gets everything. `shrink=math.inf` uses all scores as if of one source. n0 has to be
-    fixed before the scores are seen. `shrink="pinball"` takes the value of `SHRINKS`, one for all
-    clients, with the smallest pinball loss of every score under the threshold that its client has
-    without it; then no theorem holds.
+    fixed before the scores are seen.
 
     The federation's scores are known as a histogram, whose bins count at their upper ends:
     thresholds can only be larger for it, by at most a bin. The client's own are exact. Sets are
@@ -86,7 +80,7 @@ class Conformal:
         level: Guaranteed coverage, in (0, 1).
         score: What is compared, of classes, see `class_scores`; numbers have one score, see
             `number_scores`.
-        shrink: n0, >= 0, in examples; or `pinball`.
+        shrink: n0, >= 0, in examples.
         by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds
             for examples of each class.
         never_empty: Whether sets of classes hold at least the most probable class.
@@ -104,7 +98,7 @@ class Conformal:
 
     level: Annotated[float, PROBABILITY] = 0.9
     score: Score = "lac"
-    shrink: Annotated[float | Literal["pinball"], Range(0, math.inf, "[]")] = 20.0
+    shrink: Annotated[float, Range(0, math.inf, "[]")] = 20.0
     by: By = "client"
     never_empty: bool = False
     split: str = "calibration"
@@ -128,21 +122,15 @@ class Conformal:
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by
-        their power of 2; or that of losses.
+        their power of 2.
         """
         if "edges" not in state:
             return {"n_powers": (2, OCTAVES + 1)}
-        if "counts" in state:
-            return {"pinball": NotNegative((len(SHRINKS),))}
         return {"n_scores": (int(state["groups"]), HISTOGRAM_BINS + 1)}
 
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
-        """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
-        value of n0, [J, K].
-        """
+        """Return the clients' counts of scores, [J, G, bins + 1]."""
         scores, group, clients = self._scores(local)
-        if "counts" in state:
-            return {"pinball": self._losses(state, scores, group, clients)}
         if "edges" not in state:
             name, groups, size = "n_powers", 2, OCTAVES + 1
             place, group = torch.bucketize(scores.abs(), _POWERS_OF_2), (scores < 0).long()
@@ -178,28 +166,8 @@ class Conformal:
                 torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL
             )
             return state | {"edges": torch.cat([near, far])}, False
-        if "counts" in state:
-            return state | {
-                "shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)
-            }, True
         refuse_empty(self.split, total["n_scores"].sum())
-        return state | {"counts": total["n_scores"]}, self.shrink != "pinball"
-
-    def _losses(self, state: Tensors, scores: Tensor, group: Tensor, clients: Segments) -> Tensor:
-        """Return each client's pinball losses, each score under the threshold of the others, [J,
-        K]; beyond the end counts as the end.
-        """
-        out = torch.zeros(len(clients), len(SHRINKS), dtype=torch.float64)
-        end = state["edges"][-1]
-        for g in range(int(state["groups"])):
-            own = group == g
-            known = scores[own], clients.kept(own), state["edges"], state["counts"][g]
-            for k, shrink in enumerate(SHRINKS):
-                t = without_one(*known, level=self.level, shrink=shrink).clamp_max(end)
-                above = known[0].clamp_max(end) - t
-                losses = torch.maximum(self.level * above, (self.level - 1) * above)
-                out[:, k] += known[1].sum(losses)
-        return out
+        return state | {"counts": total["n_scores"]}, True
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
@@ -210,11 +178,10 @@ class Conformal:
         """
         scores, group, clients = self._scores(local)
         found, groups = [], int(state["groups"])
-        shrink = float(state["shrink"]) if "shrink" in state else float(self.shrink)
         for g in range(groups):
             own = group == g
             known = scores[own], clients.kept(own), state["edges"], state["counts"][g]
-            found.append(thresholds(*known, level=self.level, shrink=shrink))
+            found.append(thresholds(*known, level=self.level, shrink=self.shrink))
         return {
             "threshold": torch.stack(found, -1),
             "n_scores": clients.count(group, groups).long(),
@@ -302,33 +269,9 @@ def thresholds(
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(len(clients)).clone()
-    return _first(
-        scores, clients, edges, counts, shrink, _needed(clients, counts, level, shrink, 1)
-    )
-
-
-def without_one(
-    scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, *, level: float, shrink: float
-) -> Tensor:
-    """Return for every score the threshold that its client has without it, [R]; all clients' scores
-    still hold it. See `thresholds`.
-    """
-    if shrink == math.inf:
-        return _pooled(edges, counts, level).expand(scores.shape).clone()
-    needed = _needed(clients, counts, level, shrink, 0)
-    low, high = (
-        _first(scores, clients, edges, counts, shrink, needed + more)[clients.owner]
-        for more in (0, 1)
-    )
-    # A score above the threshold is not counted there in any case.
-    return torch.where(scores > low, low, high)
-
-
-def _needed(clients: Segments, counts: Tensor, level: float, shrink: float, new: int) -> Tensor:
-    """Return the weight of scores up to a threshold, [J], see `Conformal`, with a new example
-    beside the client's own, or without.
-    """
-    return level * (clients.counts.double() + new + shrink * (1 + 1 / counts.sum().clamp_min(1)))
+    foreign = shrink * (1 + 1 / counts.sum().clamp_min(1))
+    needed = level * (clients.counts.double() + 1 + foreign)
+    return _first(scores, clients, edges, counts, shrink, needed)
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:

@@ -14,9 +14,7 @@ from torch.testing import assert_close
 from bayesfl.evaluation.calibration import Conformal, fit
 from bayesfl.evaluation.calibration.conformal import (
     HISTOGRAM_BINS,
-    SHRINKS,
     thresholds,
-    without_one,
 )
 from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
 from bayesfl.evaluation.metrics.clients import Segments
@@ -272,55 +270,6 @@ def test_what_does_not_fit_is_refused():
             CLASSES,
             lambda state, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
         )
-
-
-def test_a_threshold_without_one_score_by_leaving_it_out():
-    """Each client's scores less one, under the same pool, with n0 and for the pool alone; also with
-    ties.
-    """
-    g = torch.Generator().manual_seed(5)
-    scores = torch.rand(22, generator=g, dtype=torch.float64)
-    scores[12:21] = (8 * scores[12:21]).round() / 8
-    clients = Segments(torch.tensor([12, 9, 1]))
-    counts = counted(torch.rand(300, generator=g, dtype=torch.float64))
-    for shrink in (0.0, 5.0, 40.0, math.inf):
-        found = without_one(scores, clients, EDGES, counts, level=0.7, shrink=shrink)
-        for i in range(22):
-            others = torch.arange(22) != i
-            j, known = clients.owner[i], (scores[others], clients.kept(others), EDGES, counts)
-            assert float(found[i]) == float(thresholds(*known, level=0.7, shrink=shrink)[j])
-
-
-def test_n0_by_the_pinball_loss():
-    """The value whose thresholds lose least: the largest where clients are alike, a small one where
-    each has its own scale.
-    """
-    g, rows = torch.Generator().manual_seed(0), 60
-    for spread, expected in ((0.0, {80.0, 160.0, math.inf}), (1.5, {5.0, 10.0, 20.0})):
-        scale = torch.exp(spread * torch.randn(30, 1, 1, generator=g))
-        mean, y = torch.zeros(30, rows, 1), scale * torch.randn(30, rows, 1, generator=g)
-        options = {"mean": mean, "variance": torch.ones_like(mean), "labels": y}
-        found = Predictions(
-            mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options
-        )
-        given, numbers = LocalPredictions(*found.rows(), np.arange(30)), Outputs("regression", 1)
-        fitted = fit(Conformal(shrink="pinball"), given, numbers)
-        assert float(fitted.state["shrink"]) in expected
-        fixed = fit(Conformal(shrink=float(fitted.state["shrink"])), given, numbers)
-        assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
-        edges, counts = fixed.state["edges"], fixed.state["counts"][0]
-        scores = fixed.own["scores"][0]
-        own, one = scores.clamp_max(edges[-1]), Segments(torch.tensor([rows]))
-        t = without_one(scores, one, edges, counts, level=0.9, shrink=5.0).clamp_max(edges[-1])
-        by_hand = sum(
-            0.9 * (s - q) if s > q else 0.1 * (q - s)
-            for s, q in zip(own.tolist(), t.tolist(), strict=True)
-        )
-        assert float(
-            Conformal(shrink="pinball").answer({**fixed.state}, given)["pinball"][0, 0]
-        ) == pytest.approx(by_hand)
-        losses = Conformal(shrink="pinball").answer({**fixed.state}, given)["pinball"].sum(0)
-        assert SHRINKS[int(losses.argmin())] == float(fitted.state["shrink"])
 
 
 def test_outliers_do_not_widen_the_others():
