@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named
 from bayesfl.base.warning import noted
-from bayesfl.data.own.stored import StoredRows
+from bayesfl.data.own.joined import Rows
 
 AGAIN = 8
 """Items of a data set that are read twice, to see whether it draws."""
@@ -22,10 +22,8 @@ def items(
     dataset: Any,
     name: str,
     columns: Sequence[str] | None,
-    read: Callable[[int], object] | None = None,
-    *,
-    only: Sequence[int] | None = None,
-) -> Iterator[StoredRows]:
+    read: Callable[[int], object],
+) -> Iterator[Rows]:
     """Yield the items of a data set in pieces of one row or more, by the names of `columns`, or of
     pairs by those of their tensors.
 
@@ -34,38 +32,35 @@ def items(
         name: Its name for error messages.
         columns: Names of the columns; None for pairs (x, y).
         read: Called with the number of rows in each piece.
-        only: Numbers of the items to read; None for all.
 
     Raises:
         ValueError: An item is no pair or gives other numbers when it is read again; pairs have
             different shapes. Every error in an item is given a note that says in which.
     """
-    report = read or (lambda rows: None)
-    chosen = range(len(dataset)) if only is None else only
     if columns is None and isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        report(len(chosen))
+        read(len(dataset))
         x, y = dataset.tensors
-        yield {"x": x, "y": y} if only is None else {"x": x[list(only)], "y": y[list(only)]}
+        yield {"x": x, "y": y}
         return
 
-    def row_of(i: int) -> StoredRows:
+    def row_of(i: int) -> Rows:
         with noted(f"in item {i} of {name}"):
             item: Any = dataset[i]
             if columns is None:
                 return _pair(item)
             return {key: _tensor(item[key])[None] for key in columns}
 
-    one: StoredRows | None = None
-    for place, i in enumerate(chosen):
+    one: Rows | None = None
+    for i in range(len(dataset)):
         row = row_of(i)
         one = row if one is None else one
         shapes, usual = ({key: list(t.shape[1:]) for key, t in of.items()} for of in (row, one))
         if columns is None and shapes != usual:
             raise ValueError(
-                f"{name} must have items of one shape: item {i} has {shapes}, item {chosen[0]} has "
+                f"{name} must have items of one shape: item {i} has {shapes}, item 0 has "
                 f"{usual}; reshape, crop or pad them alike"
             )
-        if place < AGAIN:
+        if i < AGAIN:
             again = row_of(i)
             if any(
                 t.shape != again[key].shape
@@ -77,11 +72,11 @@ def items(
                     "do, and every item is read once: leave them out, and pass them to "
                     "clients.augmented(...), which draws anew in every step of training"
                 )
-        report(1)
+        read(1)
         yield row
 
 
-def _pair(item: Any) -> StoredRows:
+def _pair(item: Any) -> Rows:
     """Return the tensors of an item (x, y)."""
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise ValueError(

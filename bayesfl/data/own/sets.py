@@ -2,9 +2,7 @@
 columns, partitions of Flower's.
 """
 
-import hashlib
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
 from bayesfl.data.own.items import class_names, items
-from bayesfl.data.own.stored import as_kept, stored
+from bayesfl.data.own.joined import joined
 
 
 def from_datasets(
@@ -27,7 +25,6 @@ def from_datasets(
     target: str | None = None,
     mask: str = "attention_mask",
     test: Sequence[Any] | None = None,
-    folder: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> FederatedData:
     """Make federated data from one map-style data set for each client; every item is read once, a
@@ -42,11 +39,6 @@ def from_datasets(
     all clients, and labels [T] with -100. Then an input `mask`, bool, is added that says which
     places are the row's own, unless the rows have one of that name.
 
-    Data larger than memory get a `folder`: the first call writes all items into it, one after the
-    other, and every call maps these files. A column then holds numbers of one type. A later call
-    reads three items of each data set and compares them and the lengths with what was written;
-    delete the folder if anything else has changed.
-
     Args:
         datasets: One data set for each client.
         inputs: Name of the column that is the input, or of several, by which the model is called,
@@ -55,13 +47,12 @@ def from_datasets(
         mask: Name of the input that says which places of filled-up lists are none, by the name of
             the model's argument.
         test: Test data sets, one for each client; None takes a share of each client's examples.
-        folder: Folder of the items' files, new or from an earlier call; None keeps them in memory.
         **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
         ValueError: A data set does not give pairs of numbers, or draws at random; lists of one row
-            have different lengths; data sets name classes differently; the folder holds something
-            else; or `from_arrays` refuses them.
+            have different lengths; data sets name classes differently; or `from_arrays` refuses
+            them.
         KeyError: A row lacks a column.
         TypeError: `client_ids` is given, or an option that `from_arrays` has not.
 
@@ -102,22 +93,8 @@ def from_datasets(
         total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False
     ) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]
-        joined = stored(
-            folder,
-            lambda: {
-                "rows": sizes,
-                "test rows": [len(one) for _, one in held],
-                "inputs": inputs,
-                "target": target,
-                "mask": mask,
-                "items": [_digest(one, name, columns) for name, one in given + held],
-            },
-            read,
-            rows=bar.total,
-            target=target or "y",
-            mask=mask if columns else None,
-        )
-    x, y = _tree(joined, inputs, target)
+        rows = joined(read, target=target or "y", mask=mask if columns else None)
+    x, y = _tree(rows, inputs, target)
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
     tested = np.repeat(np.arange(len(held)), [len(one) for _, one in held])
     if options.get("environments") is not None:
@@ -165,21 +142,3 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
             "class_names= if they mean the same"
         )
     return first
-
-
-def _digest(dataset: Any, name: str, columns: Sequence[str] | None) -> str:
-    """Return a digest of three items of a data set, by which a folder recognises it."""
-    digest = hashlib.sha256()
-    for row in items(
-        dataset,
-        name,
-        columns,
-        only=sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else [],
-    ):
-        for i in range(len(next(iter(row.values())))):
-            for key, t in row.items():
-                kept = as_kept(t[i]).contiguous()
-                digest.update(
-                    f"{key} {kept.dtype} {tuple(kept.shape)}".encode() + kept.numpy().tobytes()
-                )
-    return digest.hexdigest()

@@ -1,22 +1,18 @@
-"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, a
-folder of them, and what is refused.
+"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, and
+what is refused.
 """
 
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
-from torch.utils.data import TensorDataset
 
 import bayesfl as bf
 from bayesfl.base.inputs import named
 from bayesfl.data import from_datasets
-from bayesfl.data.mapped import mapped
 from bayesfl.likelihoods import Tokens
 from tests.federation.made import run
 
@@ -155,14 +151,12 @@ def test_rows_of_hugging_face_are_rows():
         assert made.class_names == tuple("abcd")
 
 
-def test_an_empty_list_has_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Tokens stay whole numbers beside it, in memory and in a folder."""
-    monkeypatch.chdir(tmp_path)
+def test_an_empty_list_has_no_type():
+    """Tokens stay whole numbers beside it."""
     texts: Any = [[{"ids": [], "y": 1}, {"ids": [1, 2, 3], "y": 0}, {"ids": [4], "y": 1}] * 2] * 2
-    for options in ({}, {"folder": "rows"}):
-        data = from_datasets(texts, inputs=["ids"], target="y", test_share=0, **options)
-        assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
-        assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
+    data = from_datasets(texts, inputs=["ids"], target="y", test_share=0)
+    assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
+    assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
 
 
 class Labelled(list):
@@ -222,106 +216,14 @@ def taken(data: Any) -> dict[str, Any]:
     }
 
 
-FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "lists": (SETS, {"inputs": "input_ids", "target": "label"}),
-    "labels of places": (
-        SETS,
-        {
-            "inputs": ["input_ids", "age"],
-            "target": "tags",
-            "names": ["Bern", "Chur"],
-            "validation": 0.2,
-        },
-    ),
-    "numbers": (SETS, {"inputs": "age", "target": "label"}),
-    "pairs": (
-        [[(np.full((2, 2), i + j, np.uint8), i % 2) for i in range(6)] for j in range(3)],
-        {},
-    ),
-    "several inputs": (
-        [
-            [((np.arange(3.0) + i, {"a": torch.tensor([i, j])}), float(i) / 7) for i in range(6)]
-            for j in range(3)
-        ],
-        {"environments": [[0, 1, 0, 1, 0, 1]] * 3, "test_share": 0},
-    ),
-    "tensors": (
-        [
-            TensorDataset(
-                torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 7, torch.arange(6) % 3
-            )
-        ]
-        * 2,
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
-    """Its arrays are mapped, nothing else is left beside them, and a second call reads
-    them only.
-    """
-    sets, options = FORMS[form]
-    want = from_datasets(sets, **options)
-    first = from_datasets(sets, folder=tmp_path / "new" / "rows", **options)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows"]
-    read: list[int] = []
-
-    class Counted:
-        def __init__(self, own: Any) -> None:
-            self.own = own
-
-        def __len__(self) -> int:
-            return len(self.own)
-
-        def __getitem__(self, i: int) -> Any:
-            read.append(i)
-            return self.own[i]
-
-    second = from_datasets(
-        [Counted(one) for one in sets], folder=tmp_path / "new" / "rows", **options
-    )
-    assert len(set(read)) <= 9
-    for data in (first, second):
-        assert (data.hash, data.client_names) == (want.hash, want.client_names)
-        assert all(mapped(t) for _, t in named(data.train.x))
-        mine, theirs = ([t.dtype for _, t in named(one.train.x)] for one in (data, want))
-        assert mine == theirs
-        assert_close(taken(data), taken(want), atol=0, rtol=0)
-
-
-def test_a_folder_holds_test_rows_too(tmp_path: Path):
-    options: dict[str, Any] = {"inputs": "input_ids", "target": "tags", "test": [rows(4, 2, 9), []]}
-    want = from_datasets(SETS, **options)
-    data = from_datasets(SETS, folder=tmp_path, **options)  # an empty folder is taken
-    assert_close(taken(data), taken(want), atol=0, rtol=0)
-
-
-def test_what_a_folder_may_not_hold(tmp_path: Path):
-    """Other rows, other files, half of the rows."""
-    one: dict[str, Any] = {"inputs": "input_ids", "target": "label", "folder": tmp_path / "rows"}
-    from_datasets(SETS, **one)
-    changed = [
-        [{**row, "label": row["label"] + (i == 6)} for i, row in enumerate(SETS[0])],
-        SETS[1],
-    ]
-    for sets, options, words in (
-        (changed, one, "differ in items: pass another folder, or delete"),
-        (SETS[:1], one, "differ in rows, items: "),
-        (SETS, one | {"inputs": "age"}, "differ in inputs, items: "),
-        (SETS, one | {"folder": tmp_path}, "holds other files"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            from_datasets(sets, **options)
-    path = tmp_path / "rows" / "1.npy"
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="mmap length is greater than file size"):
-        from_datasets(SETS, **one)
-
+def test_rows_that_do_not_fit_each_other():
     shapes: Any = [[(np.ones(2), 0)], [(np.ones(3), 0)]]
     for bad, options, words in (
-        ([[*SETS[0], {"input_ids": [1], "label": "?"}]], one, "item 12 of"),
+        (
+            [[*SETS[0], {"input_ids": [1], "label": "?"}]],
+            {"inputs": "input_ids", "target": "label"},
+            "item 12 of",
+        ),
         (
             [[{"x": 1, "y": 0}, {"x": 1.5, "y": 1}]],
             {"inputs": "x", "target": "y"},
@@ -329,19 +231,11 @@ def test_what_a_folder_may_not_hold(tmp_path: Path):
         ),
         (shapes, {}, r"column 'x' has rows of shapes \[\(2,\), \(3,\)\]"),
         ([shapes[0], [((np.ones(2),), 0)]], {}, "'x'"),
-    ):
-        given: Any = options | {"folder": tmp_path / "other"}
-        with pytest.raises((ValueError, TypeError, KeyError), match=words):
-            from_datasets(bad, **given)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows"]  # nothing half-written
-    with pytest.raises(
-        ValueError,
-        match=r"environments must have one number for each row, \[12, 20\], got \[13, 19\]",
-    ):
-        from_datasets(
+        (
             SETS,
-            inputs="age",
-            target="label",
-            folder=tmp_path / "other",
-            environments=[[0] * 13, [0] * 19],
-        )
+            {"inputs": "age", "target": "label", "environments": [[0] * 13, [0] * 19]},
+            r"environments must have one number for each row, \[12, 20\], got \[13, 19\]",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError, KeyError), match=words):
+            from_datasets(bad, **options)
