@@ -183,9 +183,7 @@ def fedsi(
             algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body")
         )
         g = given["g"].double()
-        evidence = Evidence(
-            view["body"]["loc"].double(), curvature.diagonal(data), g, seed, curvature.layout
-        )
+        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data), g, seed)
         if structure == "diagonal":
             std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
         else:

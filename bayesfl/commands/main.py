@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> from bayesfl.commands.main import main
-        >>> main(["version"])  # doctest: +ELLIPSIS
-        bayesfl ...
-        0
+        >>> main(["show", "no-folder"])
+        2
     """
     parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
     parser.add_argument("--version", action="version", version=f"bayesfl {version('bayesfl')}")
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         (study, "study", "print the table of a study's folder"),
         (data, "data", "list the data sets, and where their files are looked for"),
         (new_app.new_app, "new-app", "make a small Flower app in a new folder"),
-        (print_version, "version", "print the version"),
     ):
         told = f"{words[0].upper()}{words[1:]}."
         command = commands.add_parser(name, help=words, description=told)
@@ -147,8 +145,3 @@ def data() -> None:
         print(f"{name:15} {there:12} {info.licence}")
     named = "BAYESFL_DATA" if os.environ.get("BAYESFL_DATA") else "BAYESFL_DATA is not set"
     print(f"Files are looked for in {default_root()} ({named}).")
-
-
-def print_version() -> None:
-    """Print the version."""
-    print(f"bayesfl {version('bayesfl')}")

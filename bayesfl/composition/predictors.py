@@ -232,7 +232,7 @@ class LinearisedLaplace:
         alike = self.selection in ALIKE and not callable(self.precision)
         for one in self.grid[:1] if alike else precisions:
             variance, loc = 1 / curvature.vector(one), curvature.weights
-            evidence = Evidence(loc, diagonal, variance, self.seed, curvature.layout)
+            evidence = Evidence(loc, diagonal, variance, self.seed)
             chosen = select(self.selection, evidence, size)
             yield chosen, precisions if alike else [one]
 

@@ -183,7 +183,7 @@ class Laplace(Drawn):
             diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
         prior, examples = curvature.vector(precision), sum(counts)
         if structure == "subnetwork" and indices is None:
-            evidence = Evidence(curvature.weights, diagonal, 1 / prior, seed, curvature.layout)
+            evidence = Evidence(curvature.weights, diagonal, 1 / prior, seed)
             indices = select(selection, evidence, size_of(share, len(prior)))
         inverse = _inverse(curvature, x, prior, structure, indices, diagonal, examples, weight)
         return cls(

@@ -8,8 +8,7 @@ learning via subnetwork inference", ICML 2021, eq. 15; used over clients in FedS
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ class Evidence:
         curvature: Diagonal of the GGN, summed over the data, in nats, [D].
         variance: Prior variances, [D].
         seed: Seed of rules that draw.
-        layout: Which parameters the weights belong to, for rules that go by name.
 
     Example:
         >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
@@ -42,7 +40,6 @@ class Evidence:
     curvature: Tensor
     variance: Tensor
     seed: int = 0
-    layout: Any = None
 
     @property
     def posterior_variance(self) -> Tensor:
@@ -133,33 +130,6 @@ def predictive_variance(evidence: Evidence) -> Tensor:
         tensor([0.0000, 0.5000, 0.9000])
     """
     return evidence.curvature * evidence.posterior_variance
-
-
-@dataclass(frozen=True)
-class ByName:
-    """Take the weights of parameters whose names fit a pattern, such as `body.0.*`; the first ones
-    if there are too many.
-
-    Args:
-        pattern: Shell-style pattern over parameter names.
-
-    Example:
-        >>> curvature = bf.curvature.Curvature(bf.models.mlp(2, hidden=2, outputs=2))
-        >>> ones = torch.ones(curvature.size)
-        >>> evidence = bf.selection.Evidence(ones, ones, ones, layout=curvature.layout)
-        >>> bf.selection.select(bf.selection.ByName("head.weight"), evidence, 4).tolist()
-        [6, 7, 8, 9]
-    """
-
-    pattern: str
-
-    def __call__(self, evidence: Evidence) -> Tensor:
-        """Return scores [D]."""
-        scores = torch.full_like(evidence.loc, -torch.inf)
-        for name, leaf in evidence.layout.leaves(scores).items():
-            if fnmatchcase(name, self.pattern):
-                leaf.zero_()
-        return scores
 
 
 RULES: dict[str, Rule] = {

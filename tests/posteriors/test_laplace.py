@@ -225,7 +225,7 @@ def test_a_rule_chooses_the_subnetwork(rule):
     model, x = network(), numbers(12, 4)
     fit = partial(Laplace.fit, model, x, precision=0.3)
     whole = fit(structure="diagonal")
-    evidence = Evidence(whole.loc, whole.diagonal, 1 / whole.precision, 3, whole.curvature.layout)
+    evidence = Evidence(whole.loc, whole.diagonal, 1 / whole.precision, 3)
     chosen = select(rule, evidence, int(0.2 * len(whole.loc)))
     found = fit(structure="subnetwork", share=0.2, selection=rule, seed=3)
     assert torch.equal(found.indices, chosen)

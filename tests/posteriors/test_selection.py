@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
-from bayesfl.base.layout import Layout
 from bayesfl.posteriors import selection
-from bayesfl.posteriors.selection import ByName, Evidence, select, uncurved_share
+from bayesfl.posteriors.selection import Evidence, select, uncurved_share
 
 
 def evidence(size: int = 8, *, flat: int = 0, seed: int = 0) -> Evidence:
@@ -131,16 +129,6 @@ def test_what_is_refused(rule: Any, count: int, message: str):
     """Unknown rules, scores that order nothing."""
     with pytest.raises(ValueError, match=message):
         select(rule, evidence(), count)
-
-
-def test_by_name():
-    """The weights of the parameters that fit, the first ones where they are too many."""
-    layout = Layout(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "*")
-    e = Evidence(torch.zeros(9), torch.ones(9), torch.ones(9), layout=layout)
-    assert select(ByName("1.*"), e, 9).tolist() == [6, 7, 8]
-    assert select(ByName("0.*"), e, 2).tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"ByName\(pattern='x'\) allows no weight"):
-        select(ByName("x"), e, 2)
 
 
 def test_rules_that_choose_alike():

@@ -202,31 +202,3 @@ class CSV:
     def __call__(self, result: Any) -> None:
         """Write the file."""
         report.write_csv(self._path, result.history)
-
-
-class TensorBoard:
-    """Write the numbers of every round for TensorBoard.
-
-    Args:
-        folder: The folder of the events.
-
-    Raises:
-        ImportError: The package tensorboard is not installed.
-
-    Example:
-        >>> board = bf.callbacks.TensorBoard("runs/board")  # doctest: +SKIP
-        >>> bf.simulate(method, clients, rounds=10, on_round=[board])  # doctest: +SKIP
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder)) if current().rank == 0 else None
-
-    def __call__(self, result: Any) -> None:
-        """Write the numbers of the last round."""
-        if self._writer is None:
-            return
-        for name, value in result.history[-1].items():
-            self._writer.add_scalar(name, value, result.round)
-        self._writer.flush()

@@ -3,8 +3,6 @@ programs.
 """
 
 import csv
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.history import History
-from bayesfl.federation.run.callbacks import CSV, EarlyStopping, TensorBoard
+from bayesfl.federation.run.callbacks import CSV, EarlyStopping
 from bayesfl.federation.settings import Settings
 from bayesfl.optim import SGD
 from tests.federation.made import run, same, state
@@ -270,28 +268,6 @@ def test_the_history_as_a_file(model, clients: FederatedData, tmp_path: Path):
     result = run(method, clients, rounds=3, resume=half, on_round=[CSV(path)])
     rows = list(csv.DictReader(path.open()))
     assert [float(row["personal_nll"]) for row in rows] == result.history["personal_nll"].tolist()
-
-
-def test_numbers_for_tensorboard(model, clients: FederatedData, tmp_path: Path, monkeypatch):
-    """One scalar for each column, at its round."""
-    written: list[tuple[str, float, int]] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append((name, value, step))
-
-        def flush(self) -> None: ...
-
-    fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    result = run(
-        bf.algorithms.fedavg(model, epochs=1), clients, rounds=2, on_round=[TensorBoard(tmp_path)]
-    )
-    losses = [(value, step) for name, value, step in written if name == "personal_nll"]
-    assert losses == [(value, at + 1) for at, value in enumerate(result.history["personal_nll"])]
 
 
 def test_measures_of_ones_own_are_columns(parted: FederatedData, method):
