@@ -256,8 +256,9 @@ def measure(
         "set_lowest": float(covered.coverage.min()),
         "set_size": float(covered.size.mean()),
     }
-    selective = detection.selective_summary(own, labels, mask)
-    row |= {key: selective[key] for key in ("pooled_aurc", "accuracy_at_80")}
+    selective = detection.doubt(own), own.argmax(-1) == labels, mask
+    row["pooled_aurc"] = detection.risk_coverage(*selective).aurc
+    row["accuracy_at_80"] = float(detection.selective_accuracy(*selective).nanmean())
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
         scores = detection.scores(found)

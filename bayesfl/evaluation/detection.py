@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bayesfl.base.numerics import levelled
 from bayesfl.base.options import Share, declared
-from bayesfl.evaluation import metrics
 from bayesfl.evaluation.predictions import Predictions, present
 
 # tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point
@@ -91,34 +90,6 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
     if bool(predictions.epistemic[predictions.mask].isnan().all()):
         return found
     return found | {"epistemic": predictions.epistemic.detach().cpu().double()}
-
-
-def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tensor) -> Tensor:
-    """Mark the examples whose class is absent from their client's training data, [J, N] bool.
-
-    Args:
-        labels: Classes [J, N].
-        mask: Which rows are examples, [J, N] bool.
-        train_labels: Classes of the same clients' training examples [J, M].
-        train_mask: Which rows are training examples, [J, M] bool.
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> labels, mask = torch.tensor([[0, 1, 2]]), torch.ones(1, 3, dtype=torch.bool)
-        >>> bf.detection.unseen(labels, mask, torch.tensor([[0, 1]]), mask[:, :2]).tolist()
-        [[False, False, True]]
-    """
-    labels, mask, train_labels, train_mask = (
-        torch.as_tensor(t).detach().cpu() for t in (labels, mask, train_labels, train_mask)
-    )
-    _check(labels=labels, mask=mask)
-    _check(train_labels=train_labels, train_mask=train_mask)
-    known = [
-        torch.isin(y, seen[m]) for y, seen, m in zip(labels, train_labels, train_mask, strict=True)
-    ]
-    return mask & ~torch.stack(known) if known else mask.clone()
 
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
@@ -243,8 +214,8 @@ class RiskCoverage:
         >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
         >>> right = torch.tensor([[True, True, False, True]])
         >>> curve = bf.detection.risk_coverage(score, right, torch.ones_like(right))
-        >>> round(curve.aurc, 4), curve.best
-        (0.1458, 0.0625)
+        >>> round(curve.aurc, 4)
+        0.1458
     """
 
     coverage: np.ndarray
@@ -254,18 +225,6 @@ class RiskCoverage:
     def aurc(self) -> float:
         """Return the area under the curve, the mean of the risks; NaN without examples."""
         return float(self.risk.mean()) if len(self.risk) else math.nan
-
-    @property
-    def best(self) -> float:
-        """Return the smallest possible area at this accuracy; NaN without examples.
-
-        It is reached if every error is more doubtful than every right answer.
-        """
-        n = len(self.risk)
-        if not n:
-            return math.nan
-        right, places = n - round(self.risk[-1] * n), np.arange(1, n + 1)
-        return float((np.maximum(places - right, 0) / places).mean())
 
 
 def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
@@ -303,30 +262,6 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
     return RiskCoverage(np.arange(1, len(risk) + 1) / max(len(risk), 1), risk.numpy())
 
 
-def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """Compute the area under each client's risk-coverage curve, as in `risk_coverage`; a constant
-    score gives the client's error rate.
-
-    Args:
-        score: Doubt in each prediction, [J, N].
-        right: Whether the prediction is right, [J, N] bool.
-        mask: Which rows are examples, [J, N] bool.
-
-    Returns:
-        Shape [J], in [0, 1]; less is better.
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-        >>> right = torch.tensor([[True, True, True, False]])
-        >>> bf.detection.aurc(score, right, torch.ones_like(right)).tolist()
-        [0.0625]
-    """
-    return _curves(lambda risk: risk.mean(), score, right, mask)
-
-
 @declared
 def selective_accuracy(
     score: Tensor, right: Tensor, mask: Tensor, *, coverage: Share = 0.8
@@ -353,57 +288,12 @@ def selective_accuracy(
         >>> bf.detection.selective_accuracy(score, right, mask, coverage=0.75).tolist()
         [1.0]
     """
-    return _curves(
-        lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1],
-        score,
-        right,
-        mask,
-    )
+    score, right, mask = _selective(score, right, mask)
 
+    def accuracy(own: Tensor, right: Tensor) -> Tensor:
+        return 1 - _risks(own, right)[max(math.ceil(coverage * len(own) - _ROUNDING), 1) - 1]
 
-def selective_summary(
-    probs: Tensor, labels: Tensor, mask: Tensor, *, score: Tensor | None = None
-) -> dict[str, float]:
-    """Summarise how much a federation of classifiers gains by declining its doubtful examples.
-
-    Args:
-        probs: Class probabilities, [J, N, O].
-        labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
-        score: Doubt in each prediction, [J, N]; None for `doubt(probs)`.
-
-    Returns:
-        `aurc`, `accuracy_at_80`, `accuracy_at_90`: means over the clients that have examples.
-        `pooled_aurc`: of all clients' examples pooled. `pooled_aurc_excess`: its difference to the
-        best possible at this accuracy. NaN if a prediction or score is not finite.
-
-    Raises:
-        ValueError: The shapes or types do not fit, or a label or probability is out of range.
-
-    Example:
-        >>> probs = torch.tensor([[[0.9, 0.1], [0.6, 0.4]]])  # one client of two examples
-        >>> labels, mask = torch.tensor([[0, 1]]), torch.tensor([[True, True]])
-        >>> bf.detection.selective_summary(probs, labels, mask)["aurc"]
-        0.25
-    """
-    probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
-    # Raises if the input does not fit.
-    broken = bool((metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any())
-    score = doubt(probs) if score is None else torch.as_tensor(score).detach().cpu()
-    case = score, probs.argmax(-1) == labels, mask
-    if broken or bool((score.isnan() & mask).any()):
-        return dict.fromkeys(
-            ("aurc", "accuracy_at_80", "accuracy_at_90", "pooled_aurc", "pooled_aurc_excess"),
-            math.nan,
-        )
-    pooled = risk_coverage(*case)
-    return {
-        "aurc": float(aurc(*case).nanmean()),
-        "accuracy_at_80": float(selective_accuracy(*case, coverage=0.8).nanmean()),
-        "accuracy_at_90": float(selective_accuracy(*case, coverage=0.9).nanmean()),
-        "pooled_aurc": pooled.aurc,
-        "pooled_aurc_excess": pooled.aurc - pooled.best,
-    }
+    return _by_client(accuracy, (score, mask), (right, mask))
 
 
 def _risks(score: Tensor, right: Tensor) -> Tensor:
@@ -439,14 +329,6 @@ def _each(
         return measure(own.sort().values, other)
 
     return _by_client(levelled_measure, (inside, inside_mask), (outside, outside_mask))
-
-
-def _curves(
-    measure: Callable[[Tensor], Tensor], score: Tensor, right: Tensor, mask: Tensor
-) -> Tensor:
-    """Apply `measure` to each client's risks [n], [J]."""
-    score, right, mask = _selective(score, right, mask)
-    return _by_client(lambda *own: measure(_risks(*own)), (score, mask), (right, mask))
 
 
 def _by_client(measure: Callable[..., Tensor], *rows: tuple[Tensor, Tensor]) -> Tensor:

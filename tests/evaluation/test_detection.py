@@ -72,19 +72,6 @@ def test_scores_of_predictions():
     assert_close(found["epistemic"][0, 0], torch.tensor(0.1).double())
 
 
-def test_unseen_labels():
-    """Of each client the classes that it has no training example of; padding is nobody's."""
-    labels = torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
-    mask = torch.tensor([[True] * 4, [True, True, True, False]])
-    train = torch.tensor([[0, 2, 3], [1, 1, 0]])
-    train_mask = torch.tensor([[True, True, False], [True, True, False]])
-    assert detection.unseen(labels, mask, train, train_mask).tolist() == [
-        [False, True, False, True],
-        [True, False, True, False],
-    ]
-    assert detection.unseen(labels[:0], mask[:0], train[:0], train_mask[:0]).shape == (0, 4)
-
-
 # Detection
 
 
@@ -186,8 +173,6 @@ def test_risk_coverage_by_hand():
     np.testing.assert_allclose(curve.coverage, [0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 2 / 4])
     assert curve.aurc == pytest.approx((1 / 2 + 1 / 3 + 2 / 4) / 4)
-    assert curve.best == pytest.approx((1 / 3 + 2 / 4) / 4)  # the two errors last
-    assert detection.aurc(score, right, full(score)).item() == pytest.approx(curve.aurc)
     for coverage, accuracy in (
         (0.25, 1),
         (0.5, 1 / 2),
@@ -217,76 +202,30 @@ def test_ties_are_the_average_over_orders():
 
 
 def test_selective_limits():
-    """A constant score gives the error rate everywhere; the perfect order the best area; its
-    reverse nothing better; no error 0.
+    """A constant score gives the error rate everywhere; the perfect order answers the right ones
+    first; no error 0; padding and order do not matter; nobody's curve is empty.
     """
-    _, right, mask = selective()
+    score, right, mask = case = selective()
     errors = (~right & mask).sum(-1) / mask.sum(-1).double()
-    assert_close(detection.aurc(torch.zeros(right.shape), right, mask), errors)
-    assert_close(
-        detection.selective_accuracy(torch.zeros(right.shape), right, mask, coverage=0.3),
-        1 - errors,
-    )
-    perfect = (~right).double()
-    noise = 1e-3 * torch.rand(right.shape, generator=torch.Generator().manual_seed(0))
-    curve = detection.risk_coverage(perfect + noise, right, mask)
-    assert curve.aurc == pytest.approx(curve.best)
+    same = torch.zeros(right.shape)
+    assert_close(detection.selective_accuracy(same, right, mask, coverage=0.3), 1 - errors)
+    assert_close(detection.selective_accuracy(*case, coverage=1), 1 - errors)
+    of_all = float((~right & mask).sum() / mask.sum())
+    assert detection.risk_coverage(same, right, mask).risk == pytest.approx(of_all)
+    assert detection.risk_coverage(same, full(right), mask).aurc == 0
     n = 20000
     wrong = torch.arange(n)[None] >= 0.7 * n
     curve = detection.risk_coverage(torch.arange(n)[None].double(), ~wrong, full(wrong))
     # R + (1 - r) log(1 - r), the limit of many examples.
     assert curve.aurc == pytest.approx(0.3 + 0.7 * math.log(0.7), abs=1e-4)
-    assert (detection.aurc(-perfect, right, mask) >= errors).all()
-    assert detection.aurc(perfect, full(right), mask).tolist() == [0] * 4
-    assert_close(detection.selective_accuracy(*selective(), coverage=1), 1 - errors)
-
-
-@pytest.mark.parametrize("levels", [None, 5])
-def test_pooled_and_per_client_agree(levels):
-    """Each client alone has its own area; padding and order do not matter."""
-    score, right, mask = case = selective(levels=levels)
-    areas = detection.aurc(*case)
-    for j in range(4):
-        alone = detection.risk_coverage(
-            score[j][mask[j]][None], right[j][mask[j]][None], mask[j][mask[j]][None]
-        )
-        assert areas[j].item() == pytest.approx(alone.aurc)
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(2))
-    assert_close(detection.aurc(score[:, rows], right[:, rows], mask[:, rows]), areas)
-    assert detection.risk_coverage(*case).aurc == pytest.approx(
+    moved = [t[:, rows] for t in case]
+    assert_close(detection.selective_accuracy(*moved), detection.selective_accuracy(*case))
+    assert detection.risk_coverage(*moved).aurc == pytest.approx(
         detection.risk_coverage(score[mask][None], right[mask][None], mask[mask][None]).aurc
     )
-
-
-def test_selective_summary():
-    """From the measures; of a diverged client NaN; a client without examples left out."""
-    rng = torch.Generator().manual_seed(3)
-    probs = torch.randn(5, 30, 3, generator=rng).double().softmax(-1)
-    labels = torch.multinomial(probs.flatten(0, 1), 1, generator=rng).view(5, 30)
-    mask = torch.ones(5, 30, dtype=torch.bool)
-    mask[4] = False
-    summary = detection.selective_summary(probs, labels, mask)
-    case = detection.doubt(probs), probs.argmax(-1) == labels, mask
-    curve = detection.risk_coverage(*case)
-    assert summary == pytest.approx(
-        {
-            "aurc": detection.aurc(*case)[:4].mean().item(),
-            "accuracy_at_80": detection.selective_accuracy(*case)[:4].mean().item(),
-            "accuracy_at_90": detection.selective_accuracy(*case, coverage=0.9)[:4].mean().item(),
-            "pooled_aurc": curve.aurc,
-            "pooled_aurc_excess": curve.aurc - curve.best,
-        }
-    )
-    perfect = detection.selective_summary(
-        probs, labels, mask, score=(probs.argmax(-1) != labels).double()
-    )
-    assert perfect["pooled_aurc_excess"] == pytest.approx(0)
-    probs[1, 0, 0] = math.nan
-    broken = detection.selective_summary(probs, labels, mask)
-    assert list(broken) == list(summary)
-    assert all(math.isnan(value) for value in broken.values())
     nobody = detection.risk_coverage(torch.zeros(2, 3), mask[:2, :3], torch.zeros(2, 3).bool())
-    assert (len(nobody.risk), math.isnan(nobody.aurc), math.isnan(nobody.best)) == (0, True, True)
+    assert (len(nobody.risk), math.isnan(nobody.aurc)) == (0, True)
 
 
 def test_errors_name_the_remedy():
@@ -310,8 +249,11 @@ def test_errors_name_the_remedy():
             lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95),
             "tpr must lie within",
         ),
-        (lambda: detection.aurc(score, right.int(), mask), "right must be bool"),
-        (lambda: detection.aurc(score, right[1:], mask), r"'score': \[4, 40\], 'right': \[3, 40\]"),
+        (lambda: detection.risk_coverage(score, right.int(), mask), "right must be bool"),
+        (
+            lambda: detection.risk_coverage(score, right[1:], mask),
+            r"'score': \[4, 40\], 'right': \[3, 40\]",
+        ),
         (
             lambda: detection.selective_accuracy(score, right, mask, coverage=0),
             "coverage must lie within",
@@ -346,7 +288,7 @@ def test_equal_inputs_tie_in_batches_of_any_size(dtype: torch.dtype, seed: int):
         for score in (detection.doubt, detection.entropy):
             by = score(probs)[None]
             values += [
-                float(detection.aurc(by, right[places][None], everyone)),
+                detection.risk_coverage(by, right[places][None], everyone).aurc,
                 float(detection.selective_accuracy(by, right[places][None], everyone)),
             ]
             pair = score(own)[None], score(other)[None], everyone[:, :150], everyone[:, 150:]
