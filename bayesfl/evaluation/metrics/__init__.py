@@ -14,19 +14,18 @@ every measure, and so has every mean over clients that includes it.
 """
 
 from bayesfl.evaluation.metrics.clients import bottom_decile, pool, pooled
-from bayesfl.evaluation.metrics.intervals import interval_summary, interval_table
+from bayesfl.evaluation.metrics.intervals import interval_summary
 from bayesfl.evaluation.metrics.regression import (
     coverage,
     crps,
     gaussian_nll,
     pit_histogram,
     regression_summary,
-    regression_table,
     rmse,
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
 from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
-from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
+from bayesfl.evaluation.metrics.summaries import classification_summary
 
 __all__ = [
     "ReliabilityBins",
@@ -40,16 +39,13 @@ __all__ = [
     "ece",
     "gaussian_nll",
     "interval_summary",
-    "interval_table",
     "macro_f1",
     "mce",
     "nll",
-    "per_client_table",
     "pit_histogram",
     "pool",
     "pooled",
     "regression_summary",
-    "regression_table",
     "reliability_bins",
     "rmse",
 ]

@@ -1,10 +1,8 @@
 """Measures of intervals that a network predicts by two quantiles."""
 
 import math
-from collections.abc import Sequence
 from typing import Annotated
 
-import numpy as np
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
@@ -53,58 +51,9 @@ def interval_summary(
         >>> found["coverage"], found["width"]
         (0.5, 2.0)
     """
-    return _measured(lower, upper, targets, mask, level, middle).summary()
-
-
-@declared
-def interval_table(
-    lower: Tensor,
-    upper: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    *,
-    level: Annotated[float, PROBABILITY] = 0.9,
-    middle: Tensor | None = None,
-    names: Sequence[str] | None = None,
-) -> dict[str, np.ndarray]:
-    """Return every measure of `interval_summary` of every client as columns [J], ready for a data
-    frame.
-
-    Args:
-        lower: Lower ends, [J, N, O].
-        upper: Upper ends, [J, N, O].
-        targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
-        level: Probability that an interval should hold its target, in (0, 1).
-        middle: As in `interval_summary`.
-        names: Names of the clients, as `clients.client_names`; None for their numbers.
-
-    Returns:
-        `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`,
-        `width` and `interval_score`.
-
-    Example:
-        >>> low, high = torch.tensor([[[0.0]], [[1.0]]]), torch.tensor([[[2.0]], [[3.0]]])
-        >>> y, mask = torch.tensor([[1.0], [4.0]]), torch.tensor([[True], [True]])
-        >>> found = bf.metrics.interval_table(low, high, y, mask, names=["a", "b"])
-        >>> dict(zip(found["client"].tolist(), found["coverage"].tolist()))
-        {'a': 1.0, 'b': 0.0}
-    """
-    return _measured(lower, upper, targets, mask, level, middle).table(names)
-
-
-def _measured(
-    lower: Tensor,
-    upper: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    level: float,
-    middle: Tensor | None,
-) -> Measured:
-    """Compute every measure of padded rows, as `interval_summary` takes them."""
     given = {"lower": lower, "upper": upper} | ({} if middle is None else {"middle": middle})
     clients, (low, high, *centre, y) = rows_of_numbers(targets, mask, **given)
-    return measured_intervals(clients, low, high, y, *centre, level=level)
+    return measured_intervals(clients, low, high, y, *centre, level=level).summary()
 
 
 def measured_intervals(

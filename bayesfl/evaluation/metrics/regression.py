@@ -2,12 +2,10 @@
 one of counts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,39 +190,6 @@ def regression_summary(
         (1.5, 2.5, 0.5)
     """
     return measured_numbers(Fitted.of(mean, variance, targets, mask, distribution)).summary()
-
-
-def regression_table(
-    mean: Tensor,
-    variance: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    *,
-    names: Sequence[str] | None = None,
-    distribution: DistributionName = "normal",
-) -> dict[str, np.ndarray]:
-    """Return every measure of every client as columns [J], ready for a data frame.
-
-    Args:
-        mean: Predictive means, [J, N, O].
-        variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
-        names: Names of the clients, as `clients.client_names`; None for their numbers.
-        distribution: `normal` or `counts`.
-
-    Returns:
-        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `crps`, `coverage_50`,
-        `coverage_90`, and `width_90`, the mean width of the 90% intervals in the targets' unit.
-
-    Example:
-        >>> mean, y = torch.zeros(2, 3, 1), torch.tensor([[1.0, -1.0, 1.0], [2.0, 2.0, -2.0]])
-        >>> mask = torch.ones(2, 3, dtype=torch.bool)
-        >>> bf.metrics.regression_table(mean, torch.ones(2, 3, 1), y, mask)["rmse"].tolist()
-        [1.0, 2.0]
-    """
-    found = measured_numbers(Fitted.of(mean, variance, targets, mask, distribution))
-    return found.table(names)
 
 
 def measured_numbers(fitted: "Fitted") -> Measured:

@@ -1,11 +1,7 @@
-"""All measures of a federation of classifiers at once: as one number each, and as a table of
-clients.
-"""
+"""All measures of a federation of classifiers at once."""
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from bayesfl.base.options import Count, declared
@@ -41,38 +37,6 @@ def classification_summary(
         (0.5, 0.0, 0.5)
     """
     return measured_classes(Scored.of(probs, labels, mask), bins).summary()
-
-
-@declared
-def per_client_table(
-    probs: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    *,
-    bins: Count = 15,
-    names: Sequence[str] | None = None,
-) -> dict[str, np.ndarray]:
-    """Return every measure of every client as columns [J], ready for a data frame.
-
-    Args:
-        probs: Class probabilities, [J, N, O].
-        labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
-        bins: Number of confidence bins.
-        names: Names of the clients, as `clients.client_names`; None for their numbers.
-
-    Returns:
-        `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`,
-        `brier`, `macro_f1`, `auroc`.
-
-    Example:
-        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
-        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
-        >>> found = bf.metrics.per_client_table(probs, labels, mask, names=["north", "south"])
-        >>> dict(zip(found["client"].tolist(), found["accuracy"].tolist()))
-        {'north': 1.0, 'south': 0.0}
-    """
-    return measured_classes(Scored.of(probs, labels, mask), bins).table(names)
 
 
 def measured_classes(scored: Scored, bins: int = 15) -> Measured:

@@ -273,10 +273,11 @@ class Result(Run):
 
         Returns:
             Columns `train_rows`, `test_rows` and so on, the client's rows in each split; then of
-            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; of numbers and
-            intervals what `bf.metrics.regression_table` and `interval_table` have; and what steps
-            of calibration add, as `coverage` and `set_size`. NaN for a client without rows in the
-            split.
+            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; of numbers
+            `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90` and `width_90`, the mean width of
+            90% intervals; of intervals `rmse`, `pinball`, `coverage`, `width` and `interval_score`;
+            and what steps of calibration add, as `coverage` and `set_size`. NaN for a client
+            without rows in the split.
 
         Raises:
             KeyError: The data have no such split.

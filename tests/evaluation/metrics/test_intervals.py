@@ -3,11 +3,15 @@ size.
 """
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bayesfl.evaluation import metrics
+from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.metrics.intervals import measured_intervals
 from bayesfl.likelihoods import Quantiles
 from tests.cases import numbers
 
@@ -17,6 +21,12 @@ def intervals() -> tuple[torch.Tensor, ...]:
     lower = numbers(2, 3, 2)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     return lower, lower + numbers(2, 3, 2, seed=1).abs(), lower + numbers(2, 3, 2, seed=2), mask
+
+
+def by_client(*padded: torch.Tensor, mask: torch.Tensor, **options: Any) -> dict[str, np.ndarray]:
+    """The measures of each client, of lower and upper ends, targets, and middles if known."""
+    rows = [t[mask] for t in padded]
+    return measured_intervals(Segments(mask.sum(1)), *rows, **options).table()
 
 
 def test_intervals_by_hand():
@@ -44,21 +54,21 @@ def test_the_loss_is_the_likelihoods():
     own = [float(losses[0].mean()), float(losses[1, :2].mean())]
     assert found["pinball"] == pytest.approx(sum(own) / 2)
     assert found["pooled_pinball"] == pytest.approx(float(losses[mask].mean()))
-    table = metrics.interval_table(lower, upper, y, mask, level=0.8, names=["Bern", "Chur"])
-    assert (*table["client"], *table["examples"]) == ("Bern", "Chur", 3, 2)
+    table = by_client(lower, upper, y, mask=mask, level=0.8)
+    assert (*table["client"], *table["examples"]) == (0, 1, 3, 2)
     assert table["pinball"].tolist() == pytest.approx(own)
     assert set(found) == {*list(table)[2:], *(f"pooled_{name}" for name in list(table)[2:])}
 
 
 def test_padding_is_not_read_and_broken_clients_are_nan():
     lower, upper, y, mask = intervals()
-    before = metrics.interval_table(lower, upper, y, mask)
+    before = by_client(lower, upper, y, mask=mask)
     for t in (lower, upper, y):
         t[1, 2] = math.nan
-    after = metrics.interval_table(lower, upper, y, mask)
+    after = by_client(lower, upper, y, mask=mask)
     assert all((before[name] == after[name]).all() for name in before)
     upper[0, 1, 0] = math.nan
-    assert metrics.interval_table(lower, upper, y, mask)["width"].tolist() == pytest.approx(
+    assert by_client(lower, upper, y, mask=mask)["width"].tolist() == pytest.approx(
         [math.nan, before["width"][1]], nan_ok=True
     )
     assert all(
@@ -71,9 +81,9 @@ def test_endless_intervals_are_infinitely_wide():
     interval.
     """
     lower, upper, y, mask = intervals()
-    before = metrics.interval_table(lower, upper, y, mask)
+    before = by_client(lower, upper, y, mask=mask)
     lower[0, 1], upper[0, 1] = -math.inf, math.inf
-    found = metrics.interval_table(lower, upper, y, mask)
+    found = by_client(lower, upper, y, mask=mask)
     inside = ((lower <= y) & (y <= upper)).double().mean(-1)
     assert found["coverage"].tolist() == pytest.approx(
         [float(inside[0].mean()), before["coverage"][1]]
@@ -82,9 +92,9 @@ def test_endless_intervals_are_infinitely_wide():
         assert found[name].tolist() == [math.inf, before[name][1]]
     assert math.isnan(found["rmse"][0])
     middle = y + 0.5  # of a mean that is known apart
-    assert metrics.interval_table(lower, upper, y, mask, middle=middle)[
-        "rmse"
-    ].tolist() == pytest.approx([0.5, 0.5])
+    assert by_client(lower, upper, y, middle, mask=mask)["rmse"].tolist() == pytest.approx(
+        [0.5, 0.5]
+    )
     assert metrics.interval_summary(lower, upper, y, mask, middle=middle)[
         "pooled_rmse"
     ] == pytest.approx(0.5)
@@ -93,7 +103,7 @@ def test_endless_intervals_are_infinitely_wide():
     assert summary["width"] == summary["pooled_interval_score"] == math.inf
     assert summary["coverage"] == pytest.approx(found["coverage"].mean())
     lower[0, 1] = math.inf
-    assert math.isnan(metrics.interval_table(lower, upper, y, mask)["width"][0])
+    assert math.isnan(by_client(lower, upper, y, mask=mask)["width"][0])
 
 
 def test_what_does_not_fit():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bayesfl.evaluation import metrics
+from bayesfl.evaluation.metrics.regression import Fitted, measured_numbers
 from tests.evaluation.metrics.made import regression
 
 
@@ -70,7 +71,7 @@ def test_scores_and_tables_by_client():
     """
     stats = pytest.importorskip("scipy.stats")
     mean, variance, targets, mask = regression()
-    table = metrics.regression_table(mean, variance, targets, mask)
+    table = measured_numbers(Fitted.of(mean, variance, targets, mask)).table()
     for j, rows in enumerate(mask):
         m, s, t = mean[j][rows].numpy(), variance[j][rows].sqrt().numpy(), targets[j][rows].numpy()
         z = (t - m) / s

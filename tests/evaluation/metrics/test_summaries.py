@@ -8,6 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.evaluation import metrics
+from bayesfl.evaluation.metrics.scores import Scored
+from bayesfl.evaluation.metrics.summaries import measured_classes
 from tests.evaluation.metrics.made import CLASSIFICATION, federation
 
 
@@ -70,7 +72,7 @@ def test_summary_is_made_of_the_measures():
 def test_table_has_a_row_per_client():
     """Columns of equal length with the clients' own values."""
     case = federation()
-    table = metrics.per_client_table(*case)
+    table = measured_classes(Scored.of(*case)).table()
     assert table["client"].tolist() == [0, 1, 2, 3, 4]
     assert table["examples"].tolist() == case[2].sum(-1).tolist()
     for name, measure in CLASSIFICATION.items():
@@ -80,7 +82,8 @@ def test_table_has_a_row_per_client():
 def test_a_table_names_its_clients():
     """By the names given, in the order of the clients; one for each."""
     case = federation(clients=2)
-    table = metrics.per_client_table(*case, names=("Basel", "Genève"))
+    measured = measured_classes(Scored.of(*case))
+    table = measured.table(("Basel", "Genève"))
     assert table["client"].tolist() == ["Basel", "Genève"]
     with pytest.raises(ValueError, match=r"names .*2 clients, got 1"):
-        metrics.per_client_table(*case, names=("Basel",))
+        measured.table(("Basel",))
