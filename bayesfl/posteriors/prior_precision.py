@@ -160,12 +160,13 @@ def by_noise_evidence(
     )
     weight = torch.ones_like(errors[:, 0]) if own.weight is None else own.weight.to(errors)
     total, targets = float(weight @ errors.sum(1)), float(weight.sum()) * errors.shape[1]
-    scale = float(likelihood.scale)
+    scale, precision = float(likelihood.scale), 1.0
     unscaled = _eigenvalues(own) * scale**2
     for _ in range(STEPS):
-        precision, before = best_precision(unscaled / scale**2, torch.tensor(away)), scale
-        if precision is None:
+        found, before = best_precision(unscaled / scale**2, torch.tensor(away)), scale
+        if found is None:
             raise ValueError("the evidence has no maximum; give precision and scale as numbers")
+        precision = found
         scale = math.sqrt(total / (targets - precision * away))
         if abs(math.log(scale / before)) < NEAR:
             break

@@ -1,5 +1,5 @@
-"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, and
-what is refused.
+"""Federations of map-style data sets whose rows have names: columns, lists of different lengths,
+and what is refused.
 """
 
 import types
