@@ -371,6 +371,42 @@ def memory() -> str:
     return f"{ruled(heads, lines)}\n\n{held}\n\n{made(saved)}"
 
 
+def scale() -> str:
+    """What many clients take on one core, and 100,000 by the slope of the last two numbers."""
+    saved, many = results("scale"), 100_000
+    keys = ("round_seconds", "evaluation_seconds", "audit_seconds", "file_bytes")
+
+    def line(name: str, clients: str, row: dict[str, float]) -> list[str]:
+        held = max(row[f"{step}_mib"] for step in ("round", "evaluated", "audit"))
+        *times, size = (row[key] for key in keys)
+        added = "-" if clients.endswith("paper") else f"{held:.0f}"
+        return [name, clients, *(f"{t:.2f}" for t in times), added, f"{size / 1e6:.1f}"]
+
+    lines = []
+    for method in ("fedavg", "pfedvem", "fedem", "fedsi", "scaffold", "local"):
+        name = bf.algorithms.PAPERS[method][1]
+        rows = {
+            clients: saved["rows"][f"{method}, {clients} clients, the longest of 12 rows"]
+            for clients in (1_000, 5_000, 20_000)
+        }
+        lines += [line(name, f"{clients:,}", row) for clients, row in rows.items()]
+        uneven = saved["rows"][f"{method}, 20000 clients, the longest of 20000 rows"]
+        lines.append(line(name, "20,000, one of 20,000 rows", uneven))
+        step = (many - 20_000) / 15_000
+        grown = {key: a + (a - rows[5_000][key]) * step for key, a in rows[20_000].items()}
+        lines.append(line(name, f"{many:,}, on paper", grown))
+    heads = [
+        "method",
+        "clients",
+        "round (s)",
+        "evaluation (s)",
+        "audit (s)",
+        "added (MiB)",
+        "file (MB)",
+    ]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
 def curvature() -> str:
     """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how
     much of its memory ours does.

@@ -326,8 +326,8 @@ class Compared(Refits, ABC):
         ratio = 2 * (large.log_likelihood - small.log_likelihood)
         p = stats.chi2.sf(max(ratio, 0.0), more)
         lines = [
-            f"A: {large.model}",
-            f"B: {small.model}",
+            f"A: {large.model}: {', '.join(large.names)}",
+            f"B: {small.model}: {', '.join(small.names)}",
             f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
             "special case of A"
             if more

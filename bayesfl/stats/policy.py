@@ -50,12 +50,11 @@ class Refusal(ValueError):
     """
 
     def __init__(self, question: str, rules: Mapping[str, str]) -> None:
-        super().__init__(
-            "; ".join(
-                f"site {site!r} refuses {question} by its policy's rule {rule}"
-                for site, rule in rules.items()
-            )
-        )
+        told = [
+            f"site {site!r} refuses {question} by its policy's rule {rule}"
+            for site, rule in rules.items()
+        ]
+        super().__init__("; ".join([*told, "go on with others by sites.only([...])"]))
         self.rules = rules
 
 

@@ -218,7 +218,11 @@ class Posterior(Refits):
     def pointwise(self, site: str) -> Tensors:
         """Return the log likelihood of each row of a site at the draws, {statement: [S, ...]}, in
         nats.
+
+        Raises:
+            ValueError: The site is not on this machine.
         """
+        self._check_here(site)
         return self.here[site].program.pointwise(self.draws | self._own([site])[site])
 
     def to_arviz(self) -> Any:
