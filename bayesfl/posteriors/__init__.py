@@ -5,6 +5,7 @@ labels or batches of them; they `predict`, go `to_arviz`, and are saved and load
 """
 
 from bayesfl.posteriors.full_gaussian import FullGaussian
+from bayesfl.posteriors.ivon import ivon
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.mean_field import MeanField
 from bayesfl.posteriors.point import Point
@@ -21,6 +22,7 @@ __all__ = [
     "Point",
     "Samples",
     "ensemble",
+    "ivon",
     "nuts",
     "sghmc",
     "sgld",

@@ -122,7 +122,7 @@ class Variational(Drawn):
         with torch.no_grad():
             for inputs, labels in target.once():
                 for pair in range(draws):
-                    noise = _normals(seed, Purpose.POSTERIOR, pair, self.noise_size, target.loc)
+                    noise = normals(seed, Purpose.POSTERIOR, pair, self.noise_size, target.loc)
                     energy = _energy(target, self.family, self.belief, noise, inputs, labels)
                     total -= float(energy) / (max(1, target.passed) * draws)
         return torch.tensor(total, dtype=torch.float64)
@@ -256,7 +256,7 @@ class Family(ABC):
         size, state, history = family.noise_size(target.layout.size), optimiser.init(q), []
         batches = target.batches(batch_size, seed)
         for step, (inputs, labels) in zip(range(steps), batches, strict=False):
-            noise = _normals(seed, Purpose.NOISE, step, size, target.loc)
+            noise = normals(seed, Purpose.NOISE, step, size, target.loc)
             leaves = {name: t.requires_grad_() for name, t in q.items()}
             with torch.enable_grad():
                 energy = _energy(target, family, leaves, noise, inputs, labels)
@@ -322,7 +322,7 @@ class Family(ABC):
         return Variational(cls(), belief, target, tensors["history"])
 
 
-def _normals(seed: int, purpose: Purpose, index: int, size: int, like: Tensor) -> Tensor:
+def normals(seed: int, purpose: Purpose, index: int, size: int, like: Tensor) -> Tensor:
     """Draw an antithetic pair of standard normals, [2, size]: e and -e."""
     rng = generator(seed, purpose, index=index)
     noise = torch.from_numpy(rng.standard_normal(size, np.float32)).to(like)
