@@ -49,14 +49,14 @@ taken = pytest.mark.parametrize(
 )
 
 
-_METHODS: dict[str, bf.Algorithm] = {}
+_METHODS: dict[int, bf.Algorithm] = {}
 
 
 def method_of(case: Case) -> bf.Algorithm:
     """The method of a case, which all runs of it share, as its network is looked at once."""
-    if str(case) not in _METHODS:
-        _METHODS[str(case)] = case(with_batch_norm(dropout=0.3))
-    return _METHODS[str(case)]
+    if id(case) not in _METHODS:
+        _METHODS[id(case)] = case(with_batch_norm(dropout=0.3))
+    return _METHODS[id(case)]
 
 
 def run(case: Case, clients: FederatedData, **options: Any) -> Result:

@@ -81,7 +81,7 @@ def equations(tables: Tables, survey: Any, state: Any, told: Any) -> Any:
         if any(float(slope) for slope in others):
             continue  # weights depend on what is not known
         # The question's own state is public, and so are the weights that it gives by age alone.
-        weight = survey.row_weights(state, tables.sites[0])
+        weight = torch.atleast_2d(survey.row_weights(state, tables.sites[0]))[0]
         centre, scale = survey.centre[place], survey.scale[place]
         total = float(told["hessian"][0, 0])
         yield name, weight, float(told["hessian"][0, 1 + place]) * scale + centre * total

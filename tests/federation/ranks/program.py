@@ -22,7 +22,7 @@ from bayesfl.federation.clients.local import Local
 from bayesfl.federation.run.result import Result
 from tests.cases import CASES
 from tests.cases import federation as made_up
-from tests.contract.asked import CHOSEN, STEPS, digest, network
+from tests.contract.asked import ABSTAINING, STEPS, digest, network
 from tests.contract.asked import clients as asked
 
 ENGINE = bf.Engine(chunk=2, workers=1)
@@ -64,12 +64,12 @@ def fedavg(**options: Any) -> bf.Algorithm:
 
 
 def calibrated() -> Any:
-    """Steps of calibration, of which one is a choice, and an audit."""
+    """Steps of calibration, with those of answers that are held back, and an audit."""
     result = bf.simulate(
         bf.algorithms.fedavg_ft(network(), epochs=1, batch_size=20, finetune_epochs=1),
         asked(7), rounds=1, engine=ENGINE, progress=False,
     )  # fmt: skip
-    found = [told(result.calibrate(*steps)) for steps in (STEPS, CHOSEN)]
+    found = [told(result.calibrate(*steps)) for steps in (STEPS, ABSTAINING)]
     return [*found, repr(result.audit())]
 
 
