@@ -423,8 +423,8 @@ def _refuse_idle(found: Mapping[str, Any], signature: inspect.Signature, idle: I
             for name in names:
                 if found[name] != signature.parameters[name].default:
                     raise ValueError(
-                        f"{name} says nothing {_told(option, value)}, got {found[name]!r}; leave "
-                        "it out"
+                        f"{name} has no effect {_told(option, value)}, got {found[name]!r}; "
+                        "remove it"
                     )
 
 

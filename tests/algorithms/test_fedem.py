@@ -421,14 +421,14 @@ def test_beliefs_of_one_component_by_hand():
         (
             {"posterior": MeanField(), "by_responsibility": True},
             ValueError,
-            r"by_responsibility says nothing under a posterior of MeanField, got True",
+            r"by_responsibility has no effect under a posterior of MeanField, got True",
         ),
         (
             {"prior_variance": 2.0},
             ValueError,
-            r"prior_variance says nothing under a posterior of Point, got 2\.0",
+            r"prior_variance has no effect under a posterior of Point, got 2\.0",
         ),
-        ({"draws": 3}, ValueError, r"draws says nothing under a posterior of Point, got 3"),
+        ({"draws": 3}, ValueError, r"draws has no effect under a posterior of Point, got 3"),
         ({"by_responsibility": "yes"}, TypeError, r"by_responsibility .*bool.* got str"),
         ({"components": 0}, ValueError, r"components .*1.* got 0"),
     ],

@@ -466,11 +466,11 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
         ({"structure": "full", "prior": "global"}, r"prior .*structure='full'.*'global'"),
         (
             {"likelihood": Gaussian(), "link": "draws"},
-            r"link says nothing under a likelihood of Gaussian, got 'draws'",
+            r"link has no effect under a likelihood of Gaussian, got 'draws'",
         ),
         (
             {"likelihood": Gaussian(), "centre": False},
-            r"centre says nothing under a likelihood of Gaussian, got False",
+            r"centre has no effect under a likelihood of Gaussian, got False",
         ),
     ],
 )

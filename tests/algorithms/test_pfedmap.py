@@ -117,7 +117,7 @@ def test_a_rate_that_grows_until_the_tie_diverges():
 def test_options_of_a_body_without_one(make: Any, option: dict[str, Any]):
     flat = bf.models.mlp(8, hidden=(), outputs=3)
     with pytest.raises(
-        ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"
+        ValueError, match=rf"{next(iter(option))} has no effect where the model trains no body"
     ):
         make(flat, **option)
 

@@ -172,19 +172,19 @@ def test_ranges(range: Range, words: str, inside: tuple[float, ...], outside: tu
         (
             "model",
             {"mode": "whole", "share": 0.1},
-            "share says nothing under mode='whole', got 0.1; leave it out",
+            "share has no effect under mode='whole', got 0.1; remove it",
         ),
         (
             "model",
             {"kind": Plain(), "share": 0.1},
-            "share says nothing under a kind of Plain, got 0.1; leave it out",
+            "share has no effect under a kind of Plain, got 0.1; remove it",
         ),
         (
             "model",
             {"kind": Plain(), "flag": True},
-            "flag says nothing under a kind of Plain, got True; leave it out",
+            "flag has no effect under a kind of Plain, got True; remove it",
         ),
-        ("", {"epochs": 3}, "epochs says nothing where the model is empty, got 3; leave it out"),
+        ("", {"epochs": 3}, "epochs has no effect where the model is empty, got 3; remove it"),
     ],
     ids=["a value", "a class", "another of the same", "a predicate"],
 )
@@ -333,7 +333,7 @@ def test_a_data_class():
         (lambda: replace(Base(1), mode="no"), "mode must be 'on' or 'off', got 'no'"),
         (
             lambda: Base(1, "off", rate=0.3),
-            "rate says nothing under mode='off', got 0.3; leave it out",
+            "rate has no effect under mode='off', got 0.3; remove it",
         ),
         (lambda: Base(101), "too many"),
     ):
@@ -358,7 +358,7 @@ def test_a_subclass_of_a_data_class(kind: type[Base]):
     for options, message in (
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"epochs": 1, "share": 1.0}, r"share must lie within \(0, 1\), got 1.0"),
-        ({"epochs": 1, "mode": "off", "rate": 0.3}, "rate says nothing under mode='off'"),
+        ({"epochs": 1, "mode": "off", "rate": 0.3}, "rate has no effect under mode='off'"),
         ({"epochs": 101}, "too many"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -254,7 +254,7 @@ def test_the_last_layer():
 def test_options_of_other_structures_are_refused(structure, given):
     """As they would say nothing."""
     with pytest.raises(
-        ValueError, match=f"{next(iter(given))} says nothing under structure='{structure}'"
+        ValueError, match=f"{next(iter(given))} has no effect under structure='{structure}'"
     ):
         Laplace.fit(network(), numbers(12, 4), precision=1.0, structure=structure, **given)
 
@@ -328,7 +328,7 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
     ("options", "message"),
     [
         ({"structure": "kron"}, "structure .*'kfac' or 'last_layer', got 'kron'"),
-        ({"indices": torch.tensor([0])}, "indices says nothing under structure='full'"),
+        ({"indices": torch.tensor([0])}, "indices has no effect under structure='full'"),
         ({"precision": 0.0}, r"prior precision .*got 0\.0"),
         ({"precision": -1.0, "structure": "diagonal"}, r"prior precision .*got -1\.0"),
         ({"precision": math.inf}, r"prior precision .*got inf"),
@@ -410,19 +410,19 @@ def test_a_likelihood_fits_the_outputs(structure):
         ({"precision": 1e31}, r"precision .*\(1e-30, 1e\+30\), got 1e\+31"),
         (
             {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])},
-            "curvature is not finite|weight says nothing under structure='kfac'",
+            "curvature is not finite|weight has no effect under structure='kfac'",
         ),
         (
             {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])},
-            "curvature is not finite|weight says nothing under structure='kfac'",
+            "curvature is not finite|weight has no effect under structure='kfac'",
         ),
         (
             {"weight": torch.ones(4)},
-            r"weight .*got 4 for 5 examples|weight says nothing under structure='kfac'",
+            r"weight .*got 4 for 5 examples|weight has no effect under structure='kfac'",
         ),
         (
             {"weight": torch.ones(6)},
-            r"weight .*got 6 for 5 examples|weight says nothing under structure='kfac'",
+            r"weight .*got 6 for 5 examples|weight has no effect under structure='kfac'",
         ),
     ],
 )

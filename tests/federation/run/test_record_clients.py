@@ -148,7 +148,7 @@ def test_the_best_state_has_its_history(method: bf.Algorithm, parted: FederatedD
         ({"record_clients": "nll"}, r"record_clients .*got 'n'"),
         ({"record_clients": ("accuracy_decile",)}, "got 'accuracy_decile'"),
         ({"record_clients": ("wrong",), "measures": {}}, r"got 'wrong'"),
-        ({"evaluate_every": None}, r"record_clients says nothing under evaluate_every=None"),
+        ({"evaluate_every": None}, r"record_clients has no effect under evaluate_every=None"),
     ],
 )
 def test_what_would_record_nothing_is_refused_before_training(

@@ -776,7 +776,7 @@ def test_rows_that_no_fit_may_hold():
     coded = {**frames(), "west": frames()["west"].assign(event=2)}
     with pytest.raises(ValueError, match="events are 0 or 1, and site 'west'"):
         fitted("tied", "per_site", sites(coded))
-    with pytest.raises(ValueError, match="grid says nothing under exact_times=True"):
+    with pytest.raises(ValueError, match="grid has no effect under exact_times=True"):
         fitted("tied", "shared", grid=[40.0])
 
 
