@@ -43,11 +43,11 @@ def ivon(
         h <- b2 h + (1 - b2) h' + (1 - b2)^2 (h - h')^2 / (2 (h + d)),
         m <- m - rate (g / (1 - b1^t) + d (m - centre)) / (h + d),
 
-    g' and h' as means over the two. So h + d stays above 0.
+    with g' and h' the means over the two. The last term of h keeps h + d above 0.
 
     Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan, Moellenhoff,
-    "Variational learning is effective for large deep networks", ICML 2024, algorithm 1, with one
-    draw there.
+    "Variational learning is effective for large deep networks", ICML 2024, algorithm 1, where a
+    step has one draw.
 
     Args:
         model: As of `MeanField.fit`.
@@ -77,13 +77,13 @@ def ivon(
         torch.Size([30, 3])
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
-    n, size = target.examples, target.layout.size
-    family, m, decay = MeanField(), target.loc.clone(), target.precision / target.examples
+    n = target.examples
+    family, m, decay = MeanField(), target.loc.clone(), target.precision / n
     g, h, history = torch.zeros_like(m), torch.full_like(m, curvature), []
     belief = family.of_natural(n * (h + decay), n * (h + decay) * m)
     batches = target.batches(batch_size, seed)
     for step, (inputs, labels) in zip(range(steps), batches, strict=False):
-        noise = normals(seed, Purpose.NOISE, step, size, m)
+        noise = normals(seed, Purpose.NOISE, step, len(m), m)
         s = (n * (h + decay)).rsqrt()
         slopes, energies = [], []
         for e in noise:
@@ -94,7 +94,7 @@ def ivon(
             w, nll = w.detach(), nll.detach()
             energies.append(nll + target.prior(w) + family.log_density(belief, w))
         history.append(-torch.stack(energies).mean())
-        if not bool(history[-1].isfinite()):
+        if not history[-1].isfinite():
             raise ValueError(
                 f"the ELBO is not finite at step {step + 1}: take a lower rate, as rate=0.01, or "
                 "more curvature=, and scale the inputs"

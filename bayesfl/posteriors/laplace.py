@@ -9,8 +9,8 @@ where the subscript S restricts to P selected weights of D: all of them (`full`)
 each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the
 linearised network f(x) + J(x) (w - loc).
 
-The last-layer approximation is `full` over the last layer's parameters alone, `last_layer`; a
-pattern over them, as `head.*`, has it with any structure.
+The last-layer approximation, `last_layer`, is `full` over the last layer's parameters alone. A
+pattern, as `head.*`, takes these alone under any structure.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
 4(3), 1992; Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local

@@ -96,7 +96,7 @@ def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor
     layout = fitted.curvature.layout
     away = (fitted.loc - fitted.curvature.vector(centre)).square()
     for _ in range(STEPS):
-        before = fitted.precision.clone()
+        before = fitted.precision
         known = 1 - before * fitted.moments()[1]
         precision = torch.empty_like(before)
         for to, one, square in zip(
@@ -113,8 +113,8 @@ def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor
 def by_noise_evidence(
     fitted: Laplace, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
 ) -> Laplace:
-    """Return the approximation under the noise of a Gaussian likelihood, and the one precision,
-    that have the largest log marginal likelihood together.
+    """Return the approximation under the noise of a Gaussian likelihood, and one precision, that
+    have the largest log marginal likelihood together.
 
     With S targets and the g weights that the data determine,
 
@@ -163,10 +163,10 @@ def by_noise_evidence(
     scale, precision = float(likelihood.scale), 1.0
     unscaled = _eigenvalues(own) * scale**2
     for _ in range(STEPS):
-        found, before = best_precision(unscaled / scale**2, torch.tensor(away)), scale
-        if found is None:
+        before = scale
+        precision = best_precision(unscaled / scale**2, torch.tensor(away))
+        if precision is None:
             raise ValueError("the evidence has no maximum; give precision and scale as numbers")
-        precision = found
         scale = math.sqrt(total / (targets - precision * away))
         if abs(math.log(scale / before)) < NEAR:
             break

@@ -137,7 +137,7 @@ class Program:
         return vmap(one, randomness="different")(values)
 
     def counted(self) -> np.ndarray:
-        """Return which of what is observed counts, as no `poutine.mask` leaves it out, [n]."""
+        """Return which observed numbers count, [n]: those that no `poutine.mask` leaves out."""
         with torch.random.fork_rng(devices=[]):
             found = self.nodes({})
         masks = [

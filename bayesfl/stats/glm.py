@@ -227,8 +227,8 @@ class Likelihood(SiteSurvey):
         )
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information, and that of its outcome in the slope, [k, n]; see
-        `SiteSurvey`.
+        """Return each row's information, and the weight of a negative binomial outcome in the
+        slope, [k, n]; see `SiteSurvey`.
         """
         design, eta, _ = self.predictors(state, self.standardised(site))
         own = state["theta"][design.shape[1] :]

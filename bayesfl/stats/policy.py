@@ -91,9 +91,9 @@ class Policy:
         >>> import bayesfl as bf
         >>> frames = {"va": pd.DataFrame({"age": [50, 60, 70], "ill": [0, 1, 1]})}
         >>> sites = bf.stats.tables(frames, outcome="ill", terms=["age"], policy=bf.stats.Policy())
-        >>> bf.stats.glm(sites, family="binomial")
+        >>> bf.stats.glm(sites, family="binomial")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        bayesfl.stats.policy.Refusal: site 'va' refuses Sums by its policy's rule min_rows
+        bayesfl.stats.policy.Refusal: site 'va' refuses Sums by its policy's rule min_rows; go ...
     """
 
     min_rows: Natural = 10
@@ -153,7 +153,7 @@ class Policy:
             "exact_times": lambda: (
                 exact
                 and not self.exact_times
-                and f"(a time has {question.digits:g} digits, and digits = {self.digits})"
+                and f"(exact times, an own grid, or times of more than {self.digits} digits)"
             ),
             "min_sites": lambda: question.hidden and len(tables.sites) < self.min_sites,
             "min_level of a cell": lambda: (

@@ -313,7 +313,7 @@ def test_a_delta_is_deterministic():
 @pytest.mark.parametrize(("rows", "shared"), [({}, ["mu"]), (ROWS, [])])
 def test_sites_share_something(rows: dict[str, Any], shared: list[str]):
     """One site at least, and one parameter."""
-    with pytest.raises(ValueError, match="sites= and shared= need an entry"):
+    with pytest.raises(ValueError, match="there must be a site and a shared parameter"):
         bf.pyro.fit(normal, rows, shared=shared)
 
 

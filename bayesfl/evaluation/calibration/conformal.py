@@ -259,6 +259,9 @@ def thresholds(
     """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits
     everything.
 
+    It is one of the client's own scores, or the first end of a bin at which all clients' share
+    reaches what the own scores up to it leave.
+
     Args:
         scores: The clients' own scores, [R].
         clients: Whose these are.
@@ -271,24 +274,6 @@ def thresholds(
         return _pooled(edges, counts, level).expand(len(clients)).clone()
     foreign = shrink * (1 + 1 / counts.sum().clamp_min(1))
     needed = level * (clients.counts.double() + 1 + foreign)
-    return _first(scores, clients, edges, counts, shrink, needed)
-
-
-def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
-    """Return the threshold of all clients' scores as if of one source."""
-    enough = counts[:-1].cumsum(0) >= level * (counts.sum() + 1) - _ROUNDING
-    return torch.cat([edges[enough], edges.new_tensor([math.inf])]).min()
-
-
-def _first(
-    scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor
-) -> Tensor:
-    """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients'
-    share of them, reach `needed` [J].
-
-    That is one of the client's own scores, or the first end of a bin at which all clients' share
-    reaches what the own scores up to it leave.
-    """
     ends = torch.cat([edges, edges.new_tensor([math.inf])])
     # Of scores up to each end, after none.
     share = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
@@ -303,6 +288,12 @@ def _first(
     return ends[torch.searchsorted(share[1:], least)].scatter_reduce(
         0, clients.owner, found, "amin"
     )
+
+
+def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
+    """Return the threshold of all clients' scores as if of one source."""
+    enough = counts[:-1].cumsum(0) >= level * (counts.sum() + 1) - _ROUNDING
+    return torch.cat([edges[enough], edges.new_tensor([math.inf])]).min()
 
 
 def _like(predictions: Predictions) -> torch.dtype:

@@ -64,9 +64,9 @@ def bent(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 class InDouble(TorchFunctionMode):
-    """Compute in float64 what torch would make float32: numbers in distributions, to whose
-    precision gamma's rounds its values, and products of whole numbers, to which a parameter without
-    dimensions is rounded.
+    """Compute in float64 what torch would make float32. Such are numbers in distributions, as a
+    gamma rounds its values to their precision, and products of whole numbers with a parameter
+    without dimensions, which they would round.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

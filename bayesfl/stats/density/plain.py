@@ -107,7 +107,7 @@ def tables_of(
                 raise ValueError(
                     f"the own parameters of site {ordered[k].name!r} have no mode that Newton's "
                     "steps find: the density may be flat along one, as along what obs_mask= masks, "
-                    "grow without bound, as where an own scale goes to zero, or have a kink: write "
+                    "grow without bound, as where an own scale goes to zero, or have a kink; write "
                     "what has this scale as the scale times a parameter, or take a smooth density"
                 )
     found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
@@ -117,7 +117,7 @@ def tables_of(
 def check_some(rows: Mapping[str, Any], shared: Collection[str]) -> None:
     """Refuse a fit without sites, and one whose sites share nothing."""
     if not rows or not shared:
-        raise ValueError("sites= and shared= need an entry: sites that share nothing fit alone")
+        raise ValueError("there must be a site and a shared parameter: fit other sites one by one")
 
 
 def groups_of(parameters: Sequence[Parameter]) -> Tensor:

@@ -170,7 +170,7 @@ class Posterior(Refits):
             other: The other fit, to the same rows, of which sites are asked for a hash.
 
         Raises:
-            ValueError: They are of other rows.
+            ValueError: They are of other rows, or mask others.
 
         Source: Vehtari, Gelman, Gabry, "Practical Bayesian model evaluation using leave-one-out
             cross-validation and WAIC", Statistics and Computing 27, 2017.

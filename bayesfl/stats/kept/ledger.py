@@ -33,7 +33,7 @@ good.
 
 
 Indicators: TypeAlias = Mapping[str, Tensor]
-"""{column, and its value: who has it, [n] of bools}."""
+"""{a column, or a column and its level: who has it, [n] of bools}."""
 
 
 @dataclass
@@ -149,9 +149,9 @@ class Ledger:
             self.analyses.setdefault(site.name, []).append(analysis)
 
     def fewest(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> float:
-        """Return the least number of events, but 0, between neighbouring ends of bins of this
-        analysis and of earlier ones, whose difference tells these; infinity where it has no ends of
-        its own, or there were none.
+        """Return the least number of events above 0 between neighbouring ends of bins, where the
+        ends are those of this analysis and of earlier ones: differences of answers tell it.
+        Infinity where this analysis has no new ends, or there was none before.
         """
         known = self.ends.get(site.name, {}).get(f"{time}, {event}", [])
         if not known or {*ends} <= {*known}:

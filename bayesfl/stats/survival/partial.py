@@ -84,8 +84,8 @@ class PartialLikelihood(OfTimes):
         return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's relative hazard, [n], of those at risk in strata that have events, who
-        alone are in the sums; see `SiteSurvey`.
+        """Return each row's relative hazard, [n], and 0 for rows that are in no sum, as those of
+        strata without events; see `SiteSurvey`.
         """
         rows = self.rows(state["theta"], site)
         events = efron.added(rows.events.double(), rows.stratum, rows.strata)

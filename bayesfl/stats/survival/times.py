@@ -116,8 +116,8 @@ class Grid:
         share: float,
     ) -> Tensor:
         """Return the places of rows [n], where some [n] of bools which are of one group and near
-        one another in time get one place, that at a share of theirs, by as many as the policy's
-        `min_level`: the same ones on any grid.
+        one another in time get one place, that at a share of theirs. These are as many as the
+        policy's `min_level`, and the same ones on any grid.
         """
         least = _least(site)
         if least < 2 or self.exact_times:
@@ -303,8 +303,8 @@ class Bins(OfTimes):
 
     First each site reports times, rounded up on the lattice, between which it has equal numbers of
     events, as many as its `min_level` or more, and these make narrow bins. Then each reports which
-    bins joined from these have too few events, alone or beside those of earlier
-    analyses, and at last how far in the bins its events lie.
+    bins joined from these have too few events, alone or beside those of earlier analyses, and at
+    last how far in the bins its events lie.
 
     Args:
         sites: Number of sites J.
