@@ -78,8 +78,8 @@ class Policy:
             follows of several such sums; without effect where answers are seen singly, as over a
             network.
         columns: The only columns that may be read; None for all.
-        exact_times: Whether a question may be about exact times of events, or on a grid of times
-            that have more than `digits` digits.
+        exact_times: Whether a question may be about exact times of events, or on a grid of one's
+            own.
         digits: Digits of times and thresholds.
         max_draws: Most log likelihoods at shared draws, as of `mixed`, in all runs.
 
