@@ -38,6 +38,7 @@ from bayesfl.posteriors import (
     MeanField,
     Samples,
     ensemble,
+    ivon,
     nuts,
     sghmc,
     sgld,
@@ -729,6 +730,7 @@ OWN: dict[str, Way] = {
         for name, fit, lengths in (
             ("MeanField", MeanField.fit, {"steps": 2000}),
             ("FullGaussian", FullGaussian.fit, {"steps": 2000}),
+            ("ivon", ivon, {"steps": 2000}),
             ("sgld", sgld, {"draws": 1000, "warmup": 2000}),
             ("sghmc", sghmc, {"draws": 1000, "warmup": 2000}),
             ("ensemble", ensemble, {"steps": 1000}),
