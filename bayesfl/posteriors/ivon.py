@@ -29,7 +29,7 @@ def ivon(
     steps: Count = 2000,
     batch_size: Count | None = None,
     rate: Rate = cosine(0.1),
-    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    betas: tuple[Decay, Decay] = (0.9, 0.995),
     curvature: Positive = 1.0,
     seed: Natural = 0,
 ) -> Variational:

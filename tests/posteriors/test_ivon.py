@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.posteriors import ivon
 from tests.cases import numbers
 
@@ -69,3 +69,14 @@ def test_what_grows_without_bound_is_named():
     model, x, y = linear()
     with pytest.raises(ValueError, match=r"ELBO is not finite at step \d+: .*rate=0.01"):
         ivon(model, 1e200 * x, y, precision=1.0, likelihood=Gaussian(), steps=5)
+
+
+def test_its_defaults_reach_the_width():
+    """Of two classes, whose curvature is far from that of the start."""
+    x = numbers(30, 3)
+    y = (x @ torch.tensor([[1.0], [-1.0], [0.5]]).double() + numbers(30, 1, seed=1) > 0).double()
+    model, prior = nn.Linear(3, 1).double(), {"precision": 1.0, "likelihood": Bernoulli()}
+    mean, variance = ivon(model, x, y, **prior).moments()
+    near = bf.posteriors.MeanField.fit(model, x, y, **prior).moments()
+    assert_close(mean, near[0], atol=0.05, rtol=0)
+    assert_close(variance.sqrt(), near[1].sqrt(), atol=0, rtol=0.06)
