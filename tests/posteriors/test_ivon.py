@@ -52,6 +52,7 @@ def test_steps_are_the_papers():
     assert_close(variance, 1 / (n * (h + decay)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 10])
 def test_it_is_the_mean_field_optimum(batch_size: int | None):
     """Of a linear model: its posterior's mean, and 1 / the diagonal of its precision."""
@@ -71,6 +72,7 @@ def test_what_grows_without_bound_is_named():
         ivon(model, 1e200 * x, y, precision=1.0, likelihood=Gaussian(), steps=5)
 
 
+@pytest.mark.slow
 def test_its_defaults_reach_the_width():
     """Of two classes, whose curvature is far from that of the start."""
     x = numbers(30, 3)
