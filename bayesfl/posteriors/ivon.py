@@ -76,6 +76,7 @@ def ivon(
         >>> fitted.predict(x)["probs"].shape
         torch.Size([30, 3])
     """
+    b1, b2 = betas
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
     n = target.examples
     family, m, decay = MeanField(), target.loc.clone(), target.precision / n
@@ -99,11 +100,11 @@ def ivon(
                 f"the ELBO is not finite at step {step + 1}: take a lower rate, as rate=0.01, or "
                 "more curvature=, and scale the inputs"
             )
-        slope, b = torch.stack(slopes), betas[1]
+        slope = torch.stack(slopes)
         new = (slope * noise / s).mean(0)
-        g = betas[0] * g + (1 - betas[0]) * slope.mean(0)
-        h = b * h + (1 - b) * new + (1 - b) ** 2 * (h - new).square() / (2 * (h + decay))
-        pull = g / (1 - betas[0] ** (step + 1)) + decay * (m - target.centre)
+        g = b1 * g + (1 - b1) * slope.mean(0)
+        h = b2 * h + (1 - b2) * new + (1 - b2) ** 2 * (h - new).square() / (2 * (h + decay))
+        pull = g / (1 - b1 ** (step + 1)) + decay * (m - target.centre)
         m = m - rate_at(rate, step, steps) * pull / (h + decay)
         belief = family.of_natural(n * (h + decay), n * (h + decay) * m)
     return Variational(family, belief, target, torch.stack(history).cpu())

@@ -252,7 +252,7 @@ def by_validation(
 
     Among precisions that fit equally well, the largest changes the predictions least. So
     predictions are no worse than those of the weights alone, but for the noise of the held-out
-    data.
+    data. A warning says when it is the smallest of the grid.
 
     Args:
         fitted: The approximation, under any precision.

@@ -155,8 +155,9 @@ def test_an_empty_list_has_no_type():
     """Tokens stay whole numbers beside it."""
     texts: Any = [[{"ids": [], "y": 1}, {"ids": [1, 2, 3], "y": 0}, {"ids": [4], "y": 1}] * 2] * 2
     data = from_datasets(texts, inputs=["ids"], target="y", test_share=0)
-    assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
-    assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
+    train: Any = data.train
+    assert train.x["ids"].dtype == torch.int64
+    assert train.take(train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]
 
 
 class Labelled(list):
