@@ -70,8 +70,8 @@ smoke: $(VENV)/.plain
 
 smoke-studies: $(VENV)/.plain
 	$(BIN)/python benchmarks/truth.py --quick
-	$(BIN)/python benchmarks/papers/fedsi.py --quick
-	$(BIN)/python benchmarks/papers/perinvfl.py --quick
+	for paper in common fedem fedpac fedsi perinvfl pfedvem; do \
+	  $(BIN)/python -m benchmarks.papers $$paper --quick || exit 1; done
 
 # The wheel, in an empty environment without the development tools.
 wheel: $(VENV)/.test

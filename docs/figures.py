@@ -127,12 +127,17 @@ def fedem_answer() -> str:
 
     def of(method: str) -> tuple[str, str]:
         return (
-            mean(cells("papers/fedem", f"{method}/[0-9]", "accuracy")),
+            mean(cells("papers/fedem", f"synthetic/{method}/[0-9]", "accuracy")),
             f"{saved['published'][method]['accuracy'] / 100:.3f}",
         )
 
-    chosen = {key[:-2]: cell["rate"] for key, cell in saved["cells"].items() if key.endswith("/0")}
-    tried = {float(key.split("/")[2]) for key in saved["cells"] if "/validation/" in key}
+    rates = {
+        key: cell["options"]["rate"]
+        for key, cell in saved["cells"].items()
+        if key.startswith("synthetic/")
+    }
+    chosen = {key: rate for key, rate in rates.items() if key.endswith("/0")}
+    tried = {rate for key, rate in rates.items() if "/validation/" in key}
     edge = sum(rate in (min(tried), max(tried)) for rate in chosen.values())
     (local, local_), (fedavg, fedavg_), (fedem, fedem_) = map(of, ("Local", "FedAvg", "FedEM"))
     return said(

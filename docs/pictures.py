@@ -96,14 +96,18 @@ def fedsi() -> Figure:
 def fedem() -> Figure:
     """Published and measured accuracies."""
     saved = TABLES["results"]("papers/fedem")
-    names = list(dict.fromkeys(key.split("/")[0] for key in saved["cells"]))
+    synthetic = {
+        tuple(key.split("/")[1:]): cell
+        for key, cell in saved["cells"].items()
+        if key.startswith("synthetic/") and "/validation/" not in key
+    }
+    names = list(dict.fromkeys(name for name, _ in synthetic))
     figure = new_figure((8, 3.6))
     axes = figure.subplots(1, 2, sharey=True)
     panels = {"accuracy": "Average over clients", "accuracy_decile": "Bottom decile of clients"}
     for ax, (key, title) in zip(axes, panels.items(), strict=True):
         ours = [
-            [cell[key] for other, cell in saved["cells"].items() if other[:-2] == name]
-            for name in names
+            [cell[key] for (other, _), cell in synthetic.items() if other == name] for name in names
         ]
         theirs = [
             [saved["published"][name][key] / 100] if name in saved["published"] else []

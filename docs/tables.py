@@ -715,9 +715,9 @@ def fedem() -> str:
     """The synthetic row of FedEM's Table 2 beside what was measured."""
     saved = results("papers/fedem")
     cells = {key: cell for key, cell in saved["cells"].items() if "/validation/" not in key}
-    (rows,) = by_seed(
-        ("", key.split("/")[0], _numbers(cell)) for key, cell in cells.items()
-    ).values()
+    rows = by_seed(
+        (*key.split("/")[:2], _numbers(cell | cell["options"])) for key, cell in cells.items()
+    )["synthetic"]
     for name, row in rows.items():
         row["rate"] = row["rate"][:1]  # the same for all seeds
         row |= {
@@ -744,12 +744,17 @@ def _numbers(cell: Mapping[str, Any]) -> dict[str, float]:
 
 def fedem_rates() -> str:
     """Accuracy on validation data by learning rate, the chosen in bold."""
-    saved = results("papers/fedem")["cells"]
-    rates = sorted({float(key.split("/")[2]) for key in saved if "/validation/" in key})
+    saved = {
+        key.removeprefix("synthetic/"): cell
+        for key, cell in results("papers/fedem")["cells"].items()
+        if key.startswith("synthetic/")
+    }
+    tried = {key: cell for key, cell in saved.items() if "/validation/" in key}
+    rates = sorted({cell["options"]["rate"] for cell in tried.values()})
     lines = []
     for name in dict.fromkeys(key.split("/")[0] for key in saved):
-        found = [saved[f"{name}/validation/{rate:g}"]["accuracy"] for rate in rates]
-        chosen = saved[f"{name}/0"]["rate"]
+        found = [tried[f"{name}/validation/rate {rate:g}"]["value"] for rate in rates]
+        chosen = saved[f"{name}/0"]["options"]["rate"]
         shown = zip(rates, found, strict=True)
         lines.append([name, *(f"**{a:.3f}**" if r == chosen else f"{a:.3f}" for r, a in shown)])
     return ruled(["method", *(f"{rate:g}" for rate in rates)], lines)

@@ -53,9 +53,9 @@ class Cell(NamedTuple):
         return f"{self.part}/{self.method}/validation/{words}"
 
 
-def parts_of(paper: str, size: Size) -> dict[str, Part]:
-    """Return the parts of a paper at a size."""
-    return importlib.import_module(f"benchmarks.papers.{paper}").parts(size)
+def module(paper: str) -> Any:
+    """Return a paper's file."""
+    return importlib.import_module(f"benchmarks.papers.{paper}")
 
 
 def tried(name: str, part: Part, method: str) -> list[Cell]:
@@ -80,7 +80,7 @@ def done(
 ) -> dict[str, Any]:
     """Run a cell, and return what the results hold of it."""
     warnings.simplefilter("ignore", UserWarning)  # temperatures at an end of their range
-    part = parts_of(paper, size)[cell.part]
+    part = module(paper).parts(size)[cell.part]
     tries = cell.options is not None
     study = bf.Study(
         data=part.choice if tries and part.choice else part.data,
@@ -114,11 +114,30 @@ def waves(parts: dict[str, Part]) -> Iterator[list[Cell]]:
             yield [Cell(name, method, None, seed) for method in part.methods]
 
 
+def results(paper: str, size: Size) -> str:
+    """Return the name of a paper's results."""
+    return f"papers/{paper}" + ("_full" if size == "full" else "")
+
+
+def write(paper: str, size: Size, cells: Cells) -> None:
+    """Write cells, with what was published and what is planned."""
+    script.write(
+        results(paper, size),
+        command=f"python -m benchmarks.papers {paper}" + (" --full" if size == "full" else ""),
+        published=module(paper).PUBLISHED,
+        place=module(paper).PLACE,
+        plan={
+            name: {"methods": list(part.methods), "seeds": list(part.seeds), "rounds": part.rounds}
+            for name, part in module(paper).parts(size).items()
+        },
+        cells=cells,
+    )
+
+
 def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> Cells:
     """Run the cells that are left, write each as it is done, and return all."""
-    name = f"papers/{paper}" + ("_full" if size == "full" else "")
-    parts, commit = parts_of(paper, size), report.environment()["commit"]
-    cells: Cells = {} if size == "quick" else script.saved(name).get("cells", {})
+    parts, commit = module(paper).parts(size), report.environment()["commit"]
+    cells: Cells = {} if size == "quick" else script.saved(results(paper, size)).get("cells", {})
     left = [[cell for cell in wave if cell.key not in cells] for wave in waves(parts)]
     hours = sum(parts[cell.part].seconds for wave in left for cell in wave) / 3600 / jobs
     print(f"{sum(map(len, left))} runs are left, about {hours:.1f} hours", flush=True)
@@ -132,14 +151,15 @@ def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> Cell
     for wave in left:
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
         for cell, found in parallel(joblib.delayed(call)(cell) for cell in wave):
-            made = found["environment"] | {"commit": commit}  # before results were written
+            made = found["environment"]
+            if f"{commit}-dirty" == made["commit"]:  # by the results that were just written
+                made = made | {"commit": commit}
             found["environment"] = {key: made[key] for key in MADE}
             cells[cell.key] = found
             shown = {key: value for key, value in found.items() if key != "environment"}
             print(f"{cell.key}: {json.dumps(shown)}", flush=True)
             if size != "quick":
-                command = f"python -m benchmarks.papers {paper}"
-                script.write(name, command=command, cells=cells)
+                write(paper, size, cells)
     return cells
 
 
@@ -170,11 +190,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.merge:
-        name = f"papers/{given.paper}"
-        others = json.loads(Path(given.merge).read_text())
-        script.write(
-            name, **others | {"cells": others["cells"] | script.saved(name).get("cells", {})}
-        )
+        here = script.saved(results(given.paper, given.size)).get("cells", {})
+        write(given.paper, given.size, json.loads(Path(given.merge).read_text())["cells"] | here)
         return
     with script.runs(f"papers/{given.paper}", quick=given.size == "quick") as folder:
         try:

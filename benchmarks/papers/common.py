@@ -2,8 +2,8 @@
 
 Each client takes 20 gradient steps in batches of 20 in every round, whatever the method. Learning
 rates are the method's own defaults times one factor, which validation data choose among three;
-every other option has its default. A client is one environment. Nothing here was published: the table is
-the evidence of docs/choosing.md.
+every other option has its default. A client is one environment. Nothing here was published: the
+table is the evidence of docs/choosing.md.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from bayesfl.algorithms import PAPERS
 from bayesfl.data import FederatedData
 from benchmarks.papers import Part, Size
 
+PLACE = "Nothing was published."
 PUBLISHED: Mapping[str, Any] = {}
 FACTORS = (1.0, 3.0, 10.0)
 BATCH = 20
