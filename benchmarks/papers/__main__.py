@@ -3,10 +3,11 @@
     python -m benchmarks.papers NAME [--quick | --full] [--device cuda] [--jobs N] [--merge FILE]
 
 A cell is one run: a method, a choice of its options or the chosen one, and a seed. Cells that the
-results hold are not run again; every other is written to benchmarks/results/papers as soon as it is
-done, and one that was interrupted goes on from its last checkpoint. So a table can be made over
-days, and on several machines, whose cells `--merge` puts together. Options are chosen by validation
-data with the first seed, and stay; the last round is measured.
+results hold from a clean tree, at the options that are chosen now, are not run again. Every other
+is written to benchmarks/results/papers as soon as it is done, and one that was interrupted goes on
+from its last checkpoint. So a table can be made over days, and on several machines, whose cells
+`--merge` puts together. Options are chosen by validation data with the first seed, and stay; the
+last round is measured.
 """
 
 import argparse
@@ -134,23 +135,39 @@ def write(paper: str, size: Size, cells: Cells) -> None:
     )
 
 
-def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> Cells:
-    """Run the cells that are left, write each as it is done, and return all."""
+def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> None:
+    """Run the cells that are left, and write each as it is done."""
     parts, commit = module(paper).parts(size), report.environment()["commit"]
     cells: Cells = {} if size == "quick" else script.saved(results(paper, size)).get("cells", {})
-    left = [[cell for cell in wave if cell.key not in cells] for wave in waves(parts)]
-    hours = sum(parts[cell.part].seconds for wave in left for cell in wave) / 3600 / jobs
-    print(f"{sum(map(len, left))} runs are left, about {hours:.1f} hours", flush=True)
+
+    def options(cell: Cell) -> dict[str, float]:
+        return dict(cell.options or chosen(cell.part, parts[cell.part], cell.method, cells))
+
+    def there(cell: Cell) -> bool:
+        """Return whether the results hold the cell, at the options that are chosen now, from a
+        clean tree.
+        """
+        known = cells.get(cell.key)
+        return (
+            known is not None
+            and not str(known["environment"]["commit"]).endswith("-dirty")
+            and (cell.options is not None or known["options"] == options(cell))
+        )
 
     def call(cell: Cell) -> tuple[Cell, dict[str, Any]]:
-        part = parts[cell.part]
-        options = dict(cell.options or chosen(cell.part, part, cell.method, cells))
         where: dict[str, Any] = {"paper": paper, "size": size, "device": device, "folder": folder}
-        return cell, done(cell, options, **where)
+        return cell, done(cell, options(cell), **where)
 
-    for wave in left:
+    every = list(waves(parts))
+    left = [cell for wave in every for cell in wave if cell.key not in cells]
+    hours = sum(parts[cell.part].seconds for cell in left) / 3600 / jobs
+    print(f"{len(left)} runs are left, about {hours:.1f} hours", flush=True)
+    if size != "quick":
+        write(paper, size, cells)
+    for wave in every:
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-        for cell, found in parallel(joblib.delayed(call)(cell) for cell in wave):
+        todo = [cell for cell in wave if not there(cell)]
+        for cell, found in parallel(joblib.delayed(call)(cell) for cell in todo):
             made = found["environment"]
             if f"{commit}-dirty" == made["commit"]:  # by the results that were just written
                 made = made | {"commit": commit}
@@ -160,7 +177,6 @@ def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> Cell
             print(f"{cell.key}: {json.dumps(shown)}", flush=True)
             if size != "quick":
                 write(paper, size, cells)
-    return cells
 
 
 def main() -> None:
