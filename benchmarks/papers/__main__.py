@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import math
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -135,9 +136,17 @@ def write(paper: str, size: Size, cells: Cells) -> None:
     )
 
 
+def tree() -> str | None:
+    """Return the commit of the working tree, which results that are written do not change."""
+    commit = report.environment()["commit"]
+    asked = ["git", "status", "--porcelain", "--untracked-files=no", ".", ":!benchmarks/results"]
+    changed = subprocess.run(asked, cwd=script.ROOT, capture_output=True, text=True).stdout
+    return commit if changed or commit is None else commit.removesuffix("-dirty")
+
+
 def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> None:
     """Run the cells that are left, and write each as it is done."""
-    parts, commit = module(paper).parts(size), report.environment()["commit"]
+    parts, commit = module(paper).parts(size), tree()
     cells: Cells = {} if size == "quick" else script.saved(results(paper, size)).get("cells", {})
 
     def options(cell: Cell) -> dict[str, float]:
@@ -169,7 +178,7 @@ def run(paper: str, size: Size, *, device: str, jobs: int, folder: Path) -> None
         todo = [cell for cell in wave if not there(cell)]
         for cell, found in parallel(joblib.delayed(call)(cell) for cell in todo):
             made = found["environment"]
-            if f"{commit}-dirty" == made["commit"]:  # by the results that were just written
+            if str(made["commit"]).removesuffix("-dirty") == commit:
                 made = made | {"commit": commit}
             found["environment"] = {key: made[key] for key in MADE}
             cells[cell.key] = found
