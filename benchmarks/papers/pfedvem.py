@@ -41,7 +41,7 @@ BODY = 5  # passes over the data for the body, where a head has passes of its ow
 def methods(passes: int) -> dict[str, Make]:
     """Return the methods, {title: (model, rate) -> algorithm}, of so many passes in a round."""
     heavy = partial(SGD, momentum=0.9)
-    own = {"head_epochs": passes - BODY, "body_epochs": BODY, "batch_size": BATCH}
+    own: dict[str, Any] = {"head_epochs": passes - BODY, "body_epochs": BODY, "batch_size": BATCH}
 
     def whole(make: Callable[..., bf.Algorithm], epochs: int = passes) -> Make:
         return lambda model, rate: make(
