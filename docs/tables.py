@@ -828,6 +828,24 @@ def common() -> str:
     return f"{beside(tables, columns)}\n\n{_made_paper('common')}"
 
 
+def common_leads() -> str:
+    """List, for each federation that is complete, Local, FedAvg and the five most accurate."""
+    lines = []
+    for part in results("papers/common")["plan"]:
+        found = FIGURES["paper_rows"]("common", part)
+        whole = {name: row["accuracy"] for name, row in found.items() if len(row["accuracy"]) == 3}
+        if {"Local", "FedAvg", "FedSI, whole body"} <= whole.keys():
+            first = sorted(whole, key=lambda name: -statistics.fmean(whole[name]))[:5]
+            lines.append(
+                [
+                    part,
+                    *(both(whole[name]) for name in ("Local", "FedAvg")),
+                    "; ".join(f"{name} {both(whole[name])}" for name in first),
+                ]
+            )
+    return ruled(["federation", "Local", "FedAvg", "the five most accurate"], lines)
+
+
 def common_more() -> str:
     """Every measure of the common table, federation by federation."""
     columns = [
@@ -841,6 +859,16 @@ def common_more() -> str:
         f"**{part}**\n\n{_beside_paper('common', part, columns)}"
         for part in results("papers/common")["plan"]
     )
+
+
+def gpu() -> str:
+    """Show the seconds of rounds and of curvature on a GPU, where one was at hand."""
+    if not (RESULTS / "gpu.json").exists():
+        return "Not measured: no machine with a CUDA device was at hand."
+    rows = results("gpu")["rows"]
+    table = report.table({name: row["seconds"] for name, row in rows.items()}, corner="seconds")
+    known = next(iter(rows.values()))
+    return f"{table.to_markdown()}\n\n{made(known)} GPU: {known['environment']['accelerator']}."
 
 
 def _numbers(cell: Mapping[str, Any]) -> dict[str, float]:
