@@ -778,8 +778,12 @@ def _not_run(name: str, part: str) -> str:
             missing.setdefault(", ".join(gone), []).append(method)
         for error in {cell["error"] for cell in cells if cell and "error" in cell}:
             failed.setdefault(error.split("\n")[0], []).append(method)
-    told = [f"Not run: seeds {seeds} of {', '.join(of)}." for seeds, of in missing.items()]
-    told += [f"{', '.join(of)} cannot: {error}." for error, of in failed.items()]
+    told = [
+        f"Not run: seeds {seeds} of "
+        + ("all." if of == saved["plan"][part]["methods"] else f"{'; '.join(of)}.")
+        for seeds, of in missing.items()
+    ]
+    told += [f"{'; '.join(of)} cannot: {error.rstrip('.')}." for error, of in failed.items()]
     return " ".join(told) or "All planned cells were run."
 
 
