@@ -143,23 +143,23 @@ def pfedvem_paper() -> Figure:
         TABLES["results"]("papers/pfedvem"),
         TABLES["_paper"]("pfedvem", "CIFAR-100"),
     )
+    told = [cell["clients"] for cell in saved["cells"].values() if "clients" in cell]
     figure = new_figure((8, 3.6))
-    left, right = figure.subplots(1, 2)
+    left, *more = figure.subplots(1, 2 if told else 1, squeeze=False)[0]
     named(left, list(rows), "")
     for key, colour, marker in (("published", OKABE_ITO[1], "D"), ("accuracy", OKABE_ITO[0], "o")):
         spots(left, [row.get(key, []) for row in rows.values()], colour, key, marker=marker)
     left.set_xlabel("accuracy (diamonds: published, dots: measured)")
-    clean(right)
-    for key, cell in saved["cells"].items():
-        if "clients" in cell:
-            found = cell["clients"]
-            dots = right.scatter(
-                found["rows"], found["precision"], c=found["accuracy"], cmap="viridis", s=14
-            )
-            if key.endswith("/0"):
-                figure.colorbar(dots, label="client's accuracy")
-    right.set(xscale="log", yscale="log", xlabel="training images of a client")
-    right.set_ylabel("confidence of pFedVEM, 1 / rho²")
+    for right in more:
+        clean(right)
+        x, y, c = (
+            [value for one in told for value in one[key]]
+            for key in ("rows", "precision", "accuracy")
+        )
+        dots = right.scatter(x, y, c=c, cmap="viridis", s=14)
+        figure.colorbar(dots, label="client's accuracy")
+        right.set(xscale="log", yscale="log", xlabel="training images of a client")
+        right.set_ylabel("confidence of pFedVEM, 1 / rho²")
     return figure
 
 
