@@ -740,9 +740,9 @@ def fedem() -> str:
 PAPER = [
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
-    report.Column("nll_tempered", title="after one temperature", better="lower"),
+    report.Column("nll_tempered", title="NLL, one temperature", better="lower"),
     report.Column("ece", title="ECE", better="lower"),
-    report.Column("ece_tempered", title="after one temperature", better="lower"),
+    report.Column("ece_tempered", title="ECE, one temperature", better="lower"),
     report.Column("passes", title="passes", digits=0),
 ]
 
@@ -757,6 +757,7 @@ def _paper(name: str, part: str) -> dict[str, dict[str, list[float]]]:
         own = [row for row in found if row == method or row.rpartition(", ")[0] == method]
         rows |= {row: found.get(row, {}) for row in own or [method]}
     for row, of in rows.items():
+        of |= {key: of[key][:1] for key in ("passes", "rate", "factor") if key in of}
         published = saved["published"].get(row) or saved["published"].get(f"{row}, mean")
         if published:
             known = published["accuracy"] / 100
