@@ -757,7 +757,8 @@ def _paper(name: str, part: str) -> dict[str, dict[str, list[float]]]:
         own = [row for row in found if row == method or row.rpartition(", ")[0] == method]
         rows |= {row: found.get(row, {}) for row in own or [method]}
     for row, of in rows.items():
-        of |= {key: of[key][:1] for key in ("passes", "rate", "factor") if key in of}
+        alike = ("passes", "rate", "factor")
+        of |= {key: [statistics.fmean(of[key])] for key in alike if key in of}
         published = saved["published"].get(row) or saved["published"].get(f"{row}, mean")
         if published:
             known = published["accuracy"] / 100
