@@ -1,4 +1,4 @@
-"""The README: short, its three programs run and print what stands there, its links lead somewhere."""
+"""The README: short, its programs run and print what stands there, its links lead somewhere."""
 
 import contextlib
 import io
