@@ -328,6 +328,17 @@ def ranks() -> str:
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
+def gpu() -> str:
+    """Seconds of a round on a GPU, and how many clients fit, if anybody has measured it."""
+    if not (RESULTS / "gpu.json").exists():
+        return "**Not measured**: `python benchmarks/gpu.py` makes this table on a machine with a GPU."
+    saved = results("gpu")
+    rows = saved["rows"]
+    lines = [[f"100 clients, {name}", f"{took:.2f}"] for name, took in rows["seconds"].items()]
+    lines.append([f"{rows['clients_within_10_s']} clients, default kernel", "at most 10"])
+    return f"{ruled(['round', 'seconds'], lines)}\n\n{made(saved)}"
+
+
 def rivals() -> str:
     """Rounds of further methods in units of FedAvg's."""
     saved = results("rivals")
