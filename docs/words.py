@@ -1,5 +1,5 @@
-"""Count the words of prose of the pages, without the reference, code, tables and formulas, and
-phrases that plain English avoids: python docs/words.py.
+"""Count the words of prose of the pages, without the reference, code (in sentences, too), tables and
+formulas, and phrases that plain English avoids: python docs/words.py.
 """
 
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ASIDE = re.compile(
     r"\A---\n.*?^---$|^(`{3,}).*?^\1$|<!--.*?-->|^\s*\|.*?$|^:.*?$|\$\$.*?\$\$|\$[^$\n]*\$|"
-    r"\]\([^)]*\)|\{[\w:]+\}",
+    r"\]\([^)]*\)|\{[\w:]+\}`[^`]*`|`[^`\n]*`|\{[\w:]+\}",
     re.DOTALL | re.MULTILINE,
 )
 WORD = re.compile(r"[^\W_][\w'’./-]*")
