@@ -331,7 +331,9 @@ def ranks() -> str:
 def gpu() -> str:
     """Seconds of a round on a GPU, and how many clients fit, if anybody has measured it."""
     if not (RESULTS / "gpu.json").exists():
-        return "**Not measured**: `python benchmarks/gpu.py` makes this table on a machine with a GPU."
+        return (
+            "**Not measured**: `python benchmarks/gpu.py` makes this table on a machine with a GPU."
+        )
     saved = results("gpu")
     rows = saved["rows"]
     lines = [[f"100 clients, {name}", f"{took:.2f}"] for name, took in rows["seconds"].items()]

@@ -1,5 +1,5 @@
-"""Count the words of prose of the pages, without the reference, code (in sentences, too), tables and
-formulas, and phrases that plain English avoids: python docs/words.py.
+"""Count the words of prose of the pages, without the reference, code (that within sentences, too),
+tables and formulas, and phrases that plain English avoids: python docs/words.py.
 """
 
 import re
