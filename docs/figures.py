@@ -309,8 +309,8 @@ def densities_answer() -> str:
         Nearly: for the models of posteriordb, posterior means differ from the reference's by at
         most {max(row["mean"] for row in known):.3f} of its standard deviations, and standard
         deviations by two per cent. For a logistic hierarchy over four hospitals the means differ by
-        at most {heart["mean"]:.2f} standard deviations from a long chain on the pooled rows. That fit is
-        {heart["rival_seconds"] / heart["seconds"]:.0f} times as fast as the chain.
+        at most {heart["mean"]:.2f} standard deviations from a long chain on the pooled rows. That
+        fit is {heart["rival_seconds"] / heart["seconds"]:.0f} times as fast as the chain.
         """
     )
 
