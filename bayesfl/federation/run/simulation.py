@@ -253,7 +253,7 @@ def simulate(
         with result.engine.crew(device) as crew:
             here = _OnOneMachine(
                 checkpoint,
-                result.local(data.train, data.splits.get("validation")),
+                result.local(data.splits),
                 data,
                 crew,
                 np.sort(sample),
@@ -365,7 +365,7 @@ def _begun(
     )
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
-            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+            result.local(clients.to(device, dtype).splits).adapt(begin, crew, ids=new)
     return result
 
 
