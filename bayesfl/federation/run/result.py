@@ -11,8 +11,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
+from bayesfl.base.archive import digest_of_tensor
 from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
+from bayesfl.base.inputs import named
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
@@ -306,6 +308,7 @@ class Result(Run):
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
+        current().agree(lambda: {"rows to predict": [*map(_marks, splits)]})
         reads = [*steps, *(one.step for one in self.steps)]
         local = self.local(self.data.to(self.device, self.dtype).splits)
         # The means of beliefs need no answers; those of clients' own heads have them.
@@ -867,6 +870,14 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
             "result.data. Pass one of result.data's splits, or a part of one; result.adapt(...) is "
             "for clients never seen"
         )
+
+
+def _marks(split: ClientData) -> list[Any]:
+    """Return numbers that other rows would hardly have: the counts of clients, and a thousand rows
+    at most.
+    """
+    some = split.take(split.index[:: max(1, len(split.index) // 1000)])
+    return [split.counts.tolist(), [digest_of_tensor(t) for _, t in named(some)]]
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:

@@ -4,7 +4,7 @@ the server's update.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias
 
@@ -212,6 +212,13 @@ def simulate(
             else None
         )
         preflight.check(algorithm, clients)
+        current().agree(
+            lambda: {
+                "data": clients.outline.hash,
+                "methods": identity(algorithm),
+                "settings": asdict(settings),
+            }
+        )
         _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
         if goes_on is None:
             begins = algorithm, clients, settings, engine or Engine(), before
