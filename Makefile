@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke smoke-studies wheel readme benchmarks check clean
+.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke smoke-studies gpu wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
@@ -70,8 +70,16 @@ smoke: $(VENV)/.plain
 
 smoke-studies: $(VENV)/.plain
 	$(BIN)/python benchmarks/truth.py --quick
-	$(BIN)/python benchmarks/papers/fedsi.py --quick
-	$(BIN)/python benchmarks/papers/perinvfl.py --quick
+	for paper in common fedem fedpac fedsi perinvfl pfedvem; do \
+	  $(BIN)/python -m benchmarks.papers $$paper --quick || exit 1; done
+
+# At most eight minutes on a machine with one GPU, by the Python that PYTHON names, which has torch, pytest and bayesfl's
+# other requirements: installs and downloads nothing. BAYESFL_DATA has what benchmarks/subset.py writes.
+gpu: export PYTHONPATH := $(CURDIR)
+gpu:
+	timeout 120 $(PYTHON) -m pytest tests/engine/test_cuda.py
+	timeout 120 $(PYTHON) benchmarks/gpu.py
+	timeout 230 $(PYTHON) -m benchmarks.papers pfedvem --device cuda || test $$? -eq 124
 
 # The wheel, in an empty environment without the development tools.
 wheel: $(VENV)/.test

@@ -96,14 +96,18 @@ def fedsi() -> Figure:
 def fedem() -> Figure:
     """Published and measured accuracies."""
     saved = TABLES["results"]("papers/fedem")
-    names = list(dict.fromkeys(key.split("/")[0] for key in saved["cells"]))
+    synthetic = {
+        tuple(key.split("/")[1:]): cell
+        for key, cell in saved["cells"].items()
+        if key.startswith("synthetic/") and "/validation/" not in key
+    }
+    names = list(dict.fromkeys(name for name, _ in synthetic))
     figure = new_figure((8, 3.6))
     axes = figure.subplots(1, 2, sharey=True)
     panels = {"accuracy": "Average over clients", "accuracy_decile": "Bottom decile of clients"}
     for ax, (key, title) in zip(axes, panels.items(), strict=True):
         ours = [
-            [cell[key] for other, cell in saved["cells"].items() if other[:-2] == name]
-            for name in names
+            [cell[key] for (other, _), cell in synthetic.items() if other == name] for name in names
         ]
         theirs = [
             [saved["published"][name][key] / 100] if name in saved["published"] else []
@@ -114,6 +118,68 @@ def fedem() -> Figure:
         spots(ax, theirs, OKABE_ITO[1], "published", marker="D")
         ax.set_xlabel("accuracy")
     below(figure, axes[0])
+    return figure
+
+
+def common() -> Figure:
+    """Accuracy of every method, federation by federation."""
+    plan = TABLES["results"]("papers/common")["plan"]
+    tables = {part: TABLES["_paper"]("common", part) for part in plan}
+    tables = {part: rows for part, rows in tables.items() if any(rows.values())}
+    names = list(dict.fromkeys(name for rows in tables.values() for name in rows))
+    figure = new_figure((9, 9))
+    axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for ax, (part, rows) in zip(axes, tables.items(), strict=True):
+        named(ax, names, part)
+        found = [rows.get(name, {}).get("accuracy", []) for name in names]
+        spots(ax, found, OKABE_ITO[0], "accuracy")
+        ax.set_xlabel("accuracy")
+    return figure
+
+
+def pfedvem_paper() -> Figure:
+    """Published and measured accuracies, and how confident clients are."""
+    saved, rows = (
+        TABLES["results"]("papers/pfedvem"),
+        TABLES["_paper"]("pfedvem", "CIFAR-100"),
+    )
+    figure = new_figure((8, 3.6))
+    left, right = figure.subplots(1, 2)
+    named(left, list(rows), "")
+    for key, colour, marker in (("published", OKABE_ITO[1], "D"), ("accuracy", OKABE_ITO[0], "o")):
+        spots(left, [row.get(key, []) for row in rows.values()], colour, key, marker=marker)
+    left.set_xlabel("accuracy (diamonds: published, dots: measured)")
+    clean(right)
+    for key, cell in saved["cells"].items():
+        if "clients" in cell:
+            found = cell["clients"]
+            dots = right.scatter(
+                found["rows"], found["precision"], c=found["accuracy"], cmap="viridis", s=14
+            )
+            if key.endswith("/0"):
+                figure.colorbar(dots, label="client's accuracy")
+    right.set(xscale="log", yscale="log", xlabel="training images of a client")
+    right.set_ylabel("confidence of pFedVEM, 1 / rho²")
+    return figure
+
+
+def fedpac_paper() -> Figure:
+    """Accuracy on Fashion-MNIST as far as it was run, and on digits."""
+    digits = TABLES["results"]("fedpac_digits")["rows"]
+    tables = {
+        f"digits, {kind}": {name: row["before_accuracy"] for name, row in rows.items()}
+        for kind, rows in digits.items()
+    }
+    for part in TABLES["results"]("papers/fedpac")["plan"]:
+        rows = TABLES["_paper"]("fedpac", part)
+        if any(rows.values()):
+            tables[part] = {name: row.get("accuracy", []) for name, row in rows.items()}
+    figure = new_figure((4 * len(tables), 3.6))
+    axes = figure.subplots(1, len(tables), squeeze=False)[0]
+    for ax, (part, rows) in zip(axes, tables.items(), strict=True):
+        named(ax, list(rows), part)
+        spots(ax, list(rows.values()), OKABE_ITO[0], "accuracy")
+        ax.set_xlabel("accuracy")
     return figure
 
 
@@ -331,7 +397,8 @@ def methods() -> Figure:
 
 
 if __name__ == "__main__":
-    doors, studies = (readme, calibrated, methods), (fedsi, fedem, perinvfl, promises, same_digits)
-    for draw in (*doors, *studies, densities, speed):
+    doors, papers = (readme, calibrated, methods), (fedsi, fedem, perinvfl, pfedvem_paper)
+    studies = (fedpac_paper, common, promises, same_digits, densities, speed)
+    for draw in (*doors, *papers, *studies):
         name = draw.__name__.replace("_", "-")
         draw().savefig(ROOT / "docs" / "images" / f"{name}.png")

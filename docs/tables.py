@@ -328,19 +328,6 @@ def ranks() -> str:
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
-def gpu() -> str:
-    """Seconds of a round on a GPU, and how many clients fit, if anybody has measured it."""
-    if not (RESULTS / "gpu.json").exists():
-        return (
-            "**Not measured**: `python benchmarks/gpu.py` makes this table on a machine with a GPU."
-        )
-    saved = results("gpu")
-    rows = saved["rows"]
-    lines = [[f"100 clients, {name}", f"{took:.2f}"] for name, took in rows["seconds"].items()]
-    lines.append([f"{rows['clients_within_10_s']} clients, default kernel", "at most 10"])
-    return f"{ruled(['round', 'seconds'], lines)}\n\n{made(saved)}"
-
-
 def rivals() -> str:
     """Rounds of further methods in units of FedAvg's."""
     saved = results("rivals")
@@ -728,9 +715,9 @@ def fedem() -> str:
     """The synthetic row of FedEM's Table 2 beside what was measured."""
     saved = results("papers/fedem")
     cells = {key: cell for key, cell in saved["cells"].items() if "/validation/" not in key}
-    (rows,) = by_seed(
-        ("", key.split("/")[0], _numbers(cell)) for key, cell in cells.items()
-    ).values()
+    rows = by_seed(
+        (*key.split("/")[:2], _numbers(cell | cell["options"])) for key, cell in cells.items()
+    )["synthetic"]
     for name, row in rows.items():
         row["rate"] = row["rate"][:1]  # the same for all seeds
         row |= {
@@ -750,6 +737,140 @@ def fedem() -> str:
     return f"{shown}\n\n{versions(saved, anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
+PAPER = [
+    report.Column("accuracy", better="higher"),
+    report.Column("nll", title="NLL (nats)", better="lower"),
+    report.Column("nll_tempered", title="after one temperature", better="lower"),
+    report.Column("ece", title="ECE", better="lower"),
+    report.Column("ece_tempered", title="after one temperature", better="lower"),
+    report.Column("passes", title="passes", digits=0),
+]
+
+
+def _paper(name: str, part: str) -> dict[str, dict[str, list[float]]]:
+    """The rows of a part in the order of its plan, those that were not run without measures, and
+    what was published of each.
+    """
+    saved, found = results(f"papers/{name}"), FIGURES["paper_rows"](name, part)
+    rows: dict[str, dict[str, list[float]]] = {}
+    for method in saved["plan"][part]["methods"]:
+        own = [row for row in found if row == method or row.rpartition(", ")[0] == method]
+        rows |= {row: found.get(row, {}) for row in own or [method]}
+    for row, of in rows.items():
+        published = saved["published"].get(row) or saved["published"].get(f"{row}, mean")
+        if published:
+            known = published["accuracy"] / 100
+            of["published"] = [known]
+            if "accuracy" in of:
+                of["difference"] = [value - known for value in of["accuracy"]]
+    return rows
+
+
+def _not_run(name: str, part: str) -> str:
+    """Say which cells of a part were not run, and which failed, and why."""
+    saved = results(f"papers/{name}")
+    missing: dict[str, list[str]] = {}
+    failed: dict[str, list[str]] = {}
+    for method in saved["plan"][part]["methods"]:
+        seeds = saved["plan"][part]["seeds"]
+        cells = [saved["cells"].get(f"{part}/{method}/{seed}") for seed in seeds]
+        if gone := [str(seed) for seed, cell in zip(seeds, cells, strict=True) if cell is None]:
+            missing.setdefault(", ".join(gone), []).append(method)
+        for error in {cell["error"] for cell in cells if cell and "error" in cell}:
+            failed.setdefault(error.split("\n")[0], []).append(method)
+    told = [f"Not run: seeds {seeds} of {', '.join(of)}." for seeds, of in missing.items()]
+    told += [f"{', '.join(of)} cannot: {error}." for error, of in failed.items()]
+    return " ".join(told) or "All planned cells were run."
+
+
+def _beside_paper(name: str, part: str, columns: list[report.Column]) -> str:
+    rows = _paper(name, part)
+    there = {key for row in rows.values() for key in row}
+    shown = [column for column in columns if column.key in there]
+    table = report.table(rows, columns=shown).to_markdown() if shown else ""
+    return f"{table}\n\n{_not_run(name, part)}"
+
+
+def _made_paper(name: str) -> str:
+    saved = results(f"papers/{name}")
+    return versions(saved) if saved["cells"] else ""
+
+
+def pfedvem_paper() -> str:
+    """Show pFedVEM's Table 1 beside what was measured."""
+    columns = [report.Column("published"), *PAPER]
+    columns.insert(2, report.Column("difference"))
+    columns.append(report.Column("rate", title="learning rate", digits=2))
+    return f"{_beside_paper('pfedvem', 'CIFAR-100', columns)}\n\n{_made_paper('pfedvem')}"
+
+
+def fedpac_paper() -> str:
+    """FedPAC's comparison on Fashion-MNIST."""
+    columns = [*PAPER, report.Column("rate", title="learning rate", digits=2)]
+    columns.insert(1, report.Column("trained_accuracy", title="after local training"))
+    return f"{_beside_paper('fedpac', 'Fashion-MNIST', columns)}\n\n{_made_paper('fedpac')}"
+
+
+def fedpac_paper_more() -> str:
+    """The other federations of FedPAC's comparison."""
+    parts = [part for part in results("papers/fedpac")["plan"] if part != "Fashion-MNIST"]
+    return "\n\n".join(f"**{part}**\n\n{_beside_paper('fedpac', part, PAPER)}" for part in parts)
+
+
+def common() -> str:
+    """Accuracy and NLL of every method on the federations that are complete."""
+    tables = {part: _paper("common", part) for part in results("papers/common")["plan"]}
+    tables = {part: rows for part, rows in tables.items() if any(rows.values())}
+    columns = [
+        report.Column("accuracy", better="higher"),
+        report.Column("nll_tempered", title="NLL", better="lower"),
+    ]
+    return f"{beside(tables, columns)}\n\n{_made_paper('common')}"
+
+
+def common_leads() -> str:
+    """List, for each federation that is complete, Local, FedAvg and the five most accurate."""
+    lines = []
+    for part in results("papers/common")["plan"]:
+        found = FIGURES["paper_rows"]("common", part)
+        whole = {name: row["accuracy"] for name, row in found.items() if len(row["accuracy"]) == 3}
+        if {"Local", "FedAvg", "FedSI, whole body"} <= whole.keys():
+            first = sorted(whole, key=lambda name: -statistics.fmean(whole[name]))[:5]
+            lines.append(
+                [
+                    part,
+                    *(both(whole[name]) for name in ("Local", "FedAvg")),
+                    "; ".join(f"{name} {both(whole[name])}" for name in first),
+                ]
+            )
+    return ruled(["federation", "Local", "FedAvg", "the five most accurate"], lines)
+
+
+def common_more() -> str:
+    """Every measure of the common table, federation by federation."""
+    columns = [
+        *PAPER,
+        report.Column("bytes_up", title="kB up", scale=1e-3, digits=0),
+        report.Column("bytes_down", title="kB down", scale=1e-3, digits=0),
+        report.Column("seconds", digits=1),
+        report.Column("factor", title="rates times", digits=1),
+    ]
+    return "\n\n".join(
+        f"**{part}**\n\n{_beside_paper('common', part, columns)}"
+        for part in results("papers/common")["plan"]
+    )
+
+
+def gpu() -> str:
+    """Show the seconds of rounds and of curvature on a GPU, where one was at hand."""
+    if not (RESULTS / "gpu.json").exists():
+        return "Not measured: no machine with a CUDA device was at hand."
+    rows = results("gpu")["rows"]
+    table = report.table({name: row["seconds"] for name, row in rows.items()}, corner="seconds")
+    known = next(iter(rows.values()))
+    return f"{table.to_markdown()}\n\n{made(known)} GPU: {known['environment']['accelerator']}."
+
+
 def _numbers(cell: Mapping[str, Any]) -> dict[str, float]:
     """The measures of a cell that are numbers."""
     return {key: value for key, value in cell.items() if isinstance(value, int | float)}
@@ -757,12 +878,17 @@ def _numbers(cell: Mapping[str, Any]) -> dict[str, float]:
 
 def fedem_rates() -> str:
     """Accuracy on validation data by learning rate, the chosen in bold."""
-    saved = results("papers/fedem")["cells"]
-    rates = sorted({float(key.split("/")[2]) for key in saved if "/validation/" in key})
+    saved = {
+        key.removeprefix("synthetic/"): cell
+        for key, cell in results("papers/fedem")["cells"].items()
+        if key.startswith("synthetic/")
+    }
+    tried = {key: cell for key, cell in saved.items() if "/validation/" in key}
+    rates = sorted({cell["options"]["rate"] for cell in tried.values()})
     lines = []
     for name in dict.fromkeys(key.split("/")[0] for key in saved):
-        found = [saved[f"{name}/validation/{rate:g}"]["accuracy"] for rate in rates]
-        chosen = saved[f"{name}/0"]["rate"]
+        found = [tried[f"{name}/validation/rate {rate:g}"]["value"] for rate in rates]
+        chosen = saved[f"{name}/0"]["options"]["rate"]
         shown = zip(rates, found, strict=True)
         lines.append([name, *(f"**{a:.3f}**" if r == chosen else f"{a:.3f}" for r, a in shown)])
     return ruled(["method", *(f"{rate:g}" for rate in rates)], lines)

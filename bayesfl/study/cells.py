@@ -7,6 +7,7 @@ trains only from the data and the weights that its address names.
 """
 
 import inspect
+import shutil
 import sys
 import threading
 import time
@@ -165,7 +166,9 @@ class Cell:
         asked = [digest_of([parts, read]), start]
         return f"{asked[0][:8]}-{digest_of(asked)[:16]}-{_trained(clients, model)}"
 
-    def run(self, folder: Path, address: str, *, keep: bool, workers: int | None) -> None:
+    def run(
+        self, folder: Path, address: str, *, keep: bool, workers: int | None, every: int | None
+    ) -> None:
         """Run the cell and write its record, that of an error too; one that is finished stays.
 
         Args:
@@ -173,6 +176,8 @@ class Cell:
             address: The cell's address.
             keep: Whether to save the whole result.
             workers: Number of threads where the settings name no engine; None for all cores.
+            every: Rounds between checkpoints, from which an interrupted cell goes on; None for no
+                checkpoints.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -182,9 +187,11 @@ class Cell:
             return
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()  # now, as the record may be due in hours
+        rounds_so_far = file.with_suffix(".rounds")
+        saving = {} if every is None else {"checkpoint": rounds_so_far, "every": every}
         with _one_thread():
             try:
-                record = self._ran(address, file.with_suffix("") if keep else None, workers)
+                record = self._ran(address, file.with_suffix("") if keep else None, workers, saving)
             except Exception as error:  # whatever a method or a user's function raises
                 record = failed(error)
         rounds = self.settings["rounds"]
@@ -196,8 +203,11 @@ class Cell:
             seed=self.seed,
             recipe=self.recipe,
         ).write(file)
+        shutil.rmtree(rounds_so_far, ignore_errors=True)
 
-    def _ran(self, address: str, kept: Path | None, workers: int | None) -> Record:
+    def _ran(
+        self, address: str, kept: Path | None, workers: int | None, saving: Mapping[str, Any]
+    ) -> Record:
         clients, model = self.federation()
         if not address.endswith(_trained(clients, model)):
             name = "model" if clients.rows_hash[:16] in address else "data"
@@ -207,7 +217,7 @@ class Cell:
                 "np.random.default_rng(seed)"
             )
         algorithm, scaled = self.algorithm(clients, model)
-        settings = {"engine": Engine(workers=workers), **anew(dict(self.settings))}
+        settings = {"engine": Engine(workers=workers), **anew(dict(self.settings)), **saving}
         start = time.perf_counter()
         result = simulate(algorithm, clients, seed=self.seed, progress=False, **settings)
         seconds = time.perf_counter() - start

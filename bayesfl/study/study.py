@@ -143,6 +143,7 @@ class Study:
         n_jobs: int | None = None,
         executor: Any = None,
         keep: Literal["result"] | None = None,
+        every: Count | None = None,
         progress: bool | None = None,
     ) -> Table:
         """Run what is not finished, and return the table of all cells.
@@ -163,6 +164,8 @@ class Study:
                 `concurrent.futures.ProcessPoolExecutor`, Dask's `client.get_executor()`, or those
                 of mpi4py and submitit.
             keep: `result` to save every run beside its record, from which `Table.result` loads it.
+            every: Rounds between checkpoints of a cell, from which one that was interrupted goes
+                on; None for none, so that such a cell begins anew.
             progress: Whether to show a progress bar, with the time left; None shows one on a
                 terminal, and in a notebook with ipywidgets.
 
@@ -180,7 +183,7 @@ class Study:
         ]
         alone = executor is None and joblib.effective_n_jobs(n_jobs) == 1  # type: ignore[arg-type]
         calls = [
-            partial(cell.run, inside, place, keep=kept, workers=None if alone else 1)
+            partial(cell.run, inside, place, keep=kept, workers=None if alone else 1, every=every)
             for cell, place in todo
         ]
         if executor is None:
@@ -224,7 +227,8 @@ class Study:
         inside, kept = files.folder("folder", folder), keep == "result"
         if given.cell is not None:
             cell = self.cells[given.cell]
-            cell.run(inside, cell.address(*cell.federation()), keep=kept, workers=None)
+            place = cell.address(*cell.federation())
+            cell.run(inside, place, keep=kept, workers=None, every=None)
         elif given.list:
             for number, (cell, place) in enumerate(zip(self.cells, self._places(), strict=True)):
                 there = isinstance(place, str) and finished(_file(inside, place), keep=kept)

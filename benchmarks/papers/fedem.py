@@ -1,21 +1,19 @@
-"""The synthetic row of FedEM's table 2: 300 clients, mixtures of three linear rules, 200 rounds.
+"""FedEM's Table 2: synthetic data, 300 clients, mixtures of three linear rules, 200 rounds; and
+EMNIST letters at reduced size by the number of components.
 
-    python benchmarks/papers/fedem.py [--quick] [--jobs N]
-
-Each method's learning rate is the best of the grid on data of the same clients that are used for
-nothing else (the same sizes, mixture weights and rules, other examples, but for the first client's,
-which are the same; a fifth is held back to choose), seed 0; then it is trained once for each seed
-of starts and batches. The clients' sizes are those of the authors' seed, with 2,000 test examples
-of each client. Momentum, where a method has it, is kept between rounds, as in the authors' code;
-rates fall tenfold at half and at three quarters of the rounds, but for pFedMe's. Results:
-benchmarks/results/papers/fedem.json; `python docs/tables.py` writes the page from them.
+Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
+distributions", NeurIPS 2021. On synthetic data each method's learning rate is the best of the grid
+on data of the same clients that are used for nothing else (the same sizes, mixture weights and
+rules, other examples, but for the first client's, which are the same; a fifth is held back to
+choose), seed 0; then it is trained once for each seed of starts and batches. The clients' sizes are
+those of the authors' seed, with 2,000 test examples of each client. Momentum, where a method has
+it, is kept between rounds, as in the authors' code; rates fall tenfold at half and at three
+quarters of the rounds, but for pFedMe's.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,9 @@ from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD, multistep
-
-sys.path.append(str(Path(__file__).parents[1]))
-import script
+from bayesfl.study.table import Row
+from benchmarks import script
+from benchmarks.papers import Part, Size, measured
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 PLAIN = partial(SGD, weight_decay=5e-4)
@@ -38,7 +36,7 @@ HEAVY = partial(PLAIN, momentum=0.9)
 BATCHES: dict[str, Any] = {"batch_size": 128, "likelihood": Bernoulli()}
 ONE: dict[str, Any] = {**BATCHES, "epochs": 1}
 MOREAU: dict[str, Any] = {**BATCHES, "lam": 1.0, "batches": 2, "inner_steps": 5}
-# Table 2, synthetic data: average and bottom decile of the clients' accuracies, in %.
+PLACE = "Table 2, synthetic data: average and bottom decile of the clients' accuracies, in %"
 PUBLISHED: dict[str, dict[str, float]] = {
     "Local": {"accuracy": 65.7, "accuracy_decile": 58.4},
     "FedAvg": {"accuracy": 68.2, "accuracy_decile": 58.9},
@@ -114,8 +112,12 @@ def best_rule(clients: FederatedData) -> float:
     return 1 - min(float(minimize(wrong, start, **how).fun) for start in starts)
 
 
-def learned(result: Result) -> dict[str, Any]:
-    true, row = np.array(result.data.recipe["weights"]), {}
+def mixed(run: Row, result: Result) -> dict[str, Any]:
+    """Return a run's accuracies, and what it learned of the clients' mixtures."""
+    found, true = run.measures("last", None), np.array(result.data.recipe["weights"])
+    row = {key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")}
+    row |= {"best_single_rule": best_rule(result.data)}
+    row |= {"round_seconds": float(np.median(result.history["seconds"]))}
     if "pi" in result.private:
         row["l1"] = l1(result.private["pi"].numpy(), true)
         row["l1_equal_shares"] = l1(np.full_like(true, 1 / true.shape[1]), true)
@@ -125,37 +127,53 @@ def learned(result: Result) -> dict[str, Any]:
     return row
 
 
-def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
-    """Choose each method's rate, and train it with every seed."""
-    rounds, many, test = (4, 20, 100) if quick else (200, 300, 2000)
-    clients = bf.data.linear_mixture(clients=many, test=test)
-    held = bf.data.linear_mixture(clients=many, test=1, validation=0.2)
-    settings = {"rounds": rounds, "train": "cohort", "sampling": "fixed", "evaluate_every": rounds}
-    settings["model"] = lambda clients: torch.nn.Linear(clients.inputs[0], 1)
-    grid = {"*": {"rate": RATES[-1:] if quick else RATES}}
-    study = bf.Study(data=lambda seed: held, methods=METHODS, options=grid, **settings)
-    tried = study.run(folder, n_jobs=jobs)
-    best = tried.chosen("validation_accuracy").options
-    methods = {name: partial(make, **best[name]) for name, make in METHODS.items()}
-    seeds = (0,) if quick else (0, 1, 2)
-    study = bf.Study(data=lambda seed: clients, methods=methods, seeds=seeds, **settings)
-    table = study.run(folder, n_jobs=jobs, keep="result")
-    cells = {}
-    for row in tried.rows:
-        if row.record.error is None:
-            accuracy = row.measures("last", None)["validation_accuracy"]
-            key = f"{row.method}/validation/{row.options['rate']:g}"
-            cells[key] = script.cell(row, accuracy=accuracy)
-    for row in table.rows:
-        found = row.measures("last", None)
-        quality = {key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")}
-        more = learned(table.result(row.method, row.seed))
-        more["round_seconds"] = float(np.median(row.record.history["seconds"]))
-        made = script.cell(row, **best[row.method], **quality, **more)
-        cells[f"{row.method}/{row.seed}"] = made
-    known = {"published": PUBLISHED, "rounds": rounds, "best_single_rule": best_rule(clients)}
-    return {**known, "cells": cells}
+def federation(seed: int, **options: Any) -> FederatedData:
+    """Return the synthetic clients, which are the same for every seed of a run."""
+    return bf.data.linear_mixture(**options)
 
 
-if __name__ == "__main__":
-    script.main(__doc__, "papers/fedem", results)
+def components(model: torch.nn.Module, rate: float, number: int) -> bf.Algorithm:
+    """Return FedEM with so many components, for classes."""
+    optimiser = HEAVY(multistep(rate))
+    return kept(
+        bf.algorithms.fedem(model, components=number, epochs=1, batch_size=128, optimiser=optimiser)
+    )
+
+
+def parts(size: Size) -> dict[str, Part]:
+    """Return the synthetic federation, and EMNIST letters."""
+    quick, full = size == "quick", size == "full"
+    rounds, many, test = (4, 20, 100) if quick else (200, 300, 5000 if full else 2000)
+    synthetic = Part(
+        data=partial(federation, clients=many, test=test),
+        choice=partial(federation, clients=many, test=1, validation=0.2),
+        model=lambda clients: torch.nn.Linear(clients.inputs[0], 1),
+        methods=METHODS,
+        rounds=rounds,
+        seconds=1 if quick else 200,
+        seeds=(0,) if quick else (0, 1, 2),
+        grid={"*": {"rate": RATES[-1:] if quick else RATES}},
+        settings={"train": "cohort", "sampling": "fixed"},
+        measure=mixed,
+    )
+    letters = replace(
+        synthetic,
+        data=partial(
+            bf.data.dirichlet,
+            "emnist-letters",
+            clients=100 if full else 20,
+            alpha=0.4,
+            validation=0.1,
+            **({} if full else {"max_size": 300}),
+        ),
+        choice=None,
+        model=lambda clients, seed: bf.models.leaky_cnn(
+            clients.inputs, outputs=clients.classes, seed=seed
+        ),
+        methods={f"FedEM, M = {m}": partial(components, number=m) for m in (1, 2, 3, 4)},
+        rounds=200 if full else 30,
+        seconds=1200,
+        grid={"*": {"rate": RATES[:3]}},
+        measure=measured,
+    )
+    return {"synthetic": synthetic} | ({} if quick else {"EMNIST letters": letters})

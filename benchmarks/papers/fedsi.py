@@ -1,33 +1,28 @@
 """FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a
 round, each predicted under every rule.
 
-    python benchmarks/papers/fedsi.py [--quick] [--jobs N]
-
 Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data
 chooses the predictive precision, two tenths are held back for temperatures and conformal sets, for
 every method alike. Federation, methods and measures are those of examples/fedsi.py. A run is
-trained once and predicted under each of its rules; runs that are finished are read. Results:
-benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
+trained once and predicted under each of its rules.
+
+Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
+quantification", 2024.
 """
 
-import sys
 import time
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 import bayesfl as bf
-
-sys.path.append(str(Path(__file__).parents[1]))  # wherever this file is run from
-import script
+from benchmarks import script
+from benchmarks.papers import Part, Size
 
 MILESTONES = (100, 400, 800)
-# Table I (accuracy in %) and Table II (ECE, MCE, Brier score); a dash is what the paper does not
-# give.
+PLACE = "Table I (accuracy in %) and Table II (ECE, MCE, Brier score)"
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
     "mnist": {
         "Local": {"accuracy": 91.38},
@@ -97,9 +92,12 @@ def note(result: Any, milestones: tuple[int, ...]) -> None:
         result.history[-1]["map_accuracy"] = 100 * found["accuracy"]
 
 
-def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
+def measured(run: Any, result: Any, *, dataset: str) -> dict[str, Any]:
     """Return a run's cell of the results; it is confronted with images of clients elsewhere."""
     start, last = time.perf_counter(), result.history[-1]
+    preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
+    make = methods(preset)[run.method]
+    elsewhere = example.federation(other, preset)(seed=run.seed) if other else None
     outside = example.strangers(result.data, run.seed, elsewhere)
     rows = {}
     for title, (rule, draws) in readings(run.method).items():
@@ -119,29 +117,24 @@ def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]
     }
     if "uncurved_share" in result.server:
         cell["uncurved_share"] = float(result.server["uncurved_share"])
-    return script.cell(run, **cell)
+    return cell
 
 
-def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
-    """Return what is measured, by data set, method and seed."""
-    # The share is in the results.
-    warnings.filterwarnings("ignore", message="most of the selected weights")
-    milestones, seeds = ((1, 2), (0,)) if quick else (MILESTONES, (0, 1, 2))
-    found = {}
-    for dataset in ("digits",) if quick else PUBLISHED:
-        preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
-        made = methods(preset)
-        settings = {"rounds": milestones[-1], "evaluate_every": milestones[-1], "seeds": seeds}
-        noted = [partial(note, milestones=milestones)]
-        study = example.comparison(dataset, preset, made, on_round=noted, **settings)
-        table = study.run(folder, n_jobs=jobs, keep="result")
-        for run in sorted(table.rows, key=lambda run: run.seed):
-            elsewhere = example.federation(other, preset)(seed=run.seed) if other else None
-            result = table.result(run.method, run.seed)
-            key = f"{dataset}/{run.method}/{run.seed}"
-            found[key] = measured(run, result, made[run.method], elsewhere)
-    return {"published": PUBLISHED, "cells": found}
-
-
-if __name__ == "__main__":
-    script.main(__doc__, "papers/fedsi", results)
+def parts(size: Size) -> dict[str, Part]:
+    """Return the two small sets; digits for a toy."""
+    quick = size == "quick"
+    milestones = (1, 2) if quick else MILESTONES
+    return {
+        dataset: Part(
+            data=example.federation(dataset, preset),
+            model=example.network,
+            methods=methods(preset),
+            rounds=milestones[-1],
+            seconds=1 if quick else 900,
+            seeds=(0,) if quick else (0, 1, 2),
+            settings={"sampling": "fixed", "on_round": [partial(note, milestones=milestones)]},
+            measure=partial(measured, dataset=dataset),
+        )
+        for dataset in (("digits",) if quick else PUBLISHED)
+        for preset in [example.PRESETS[dataset]]
+    }

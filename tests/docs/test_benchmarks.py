@@ -14,6 +14,7 @@ import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
+from benchmarks.papers import fedem
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def cell(low: float, step: float) -> dict[str, Any]:
 
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SELECTION, FEDEM = BENCHMARKS / "selection.py", BENCHMARKS / "papers" / "fedem.py"
+SELECTION = BENCHMARKS / "selection.py"
 
 
 @pytest.fixture
@@ -130,19 +131,11 @@ def test_results_are_written_with_what_made_them(tmp_path, monkeypatch):
     assert saved["cells"]["FedAvg/0"]["environment"]["torch"] == torch.__version__
 
 
-@pytest.mark.slow
-def test_the_study_of_fedem_runs(quick):
-    """Every method, on few clients."""
-    study, shown = quick(FEDEM)
-    assert all(f'{name}/0: {{"rate": 1.0' in shown for name in study["METHODS"])
-    assert set(study["PUBLISHED"]) < set(study["METHODS"])
-
-
 def test_weights_are_compared_in_the_best_order():
     """The same order of components for all clients; the sum over components, the mean over
     clients.
     """
-    distance = runpy.run_path(str(FEDEM))["l1"]
+    distance = fedem.l1
     true = np.array([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4]])
     assert distance(true[:, [2, 0, 1]], true) == 0
     assert distance(np.full((2, 3), 1 / 3), true) == pytest.approx(
@@ -155,11 +148,10 @@ def test_pfedme_by_proximal_sgd_by_hand():
     """Every client goes on from its own model, with weight decay, pulled towards the mean of the
     last round's by size; no momentum.
     """
-    study = runpy.run_path(str(FEDEM))
     clients = bf.data.linear_mixture(clients=3, inputs=4, test=5)
     model = torch.nn.Linear(4, 1)
     start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-    algorithm = study["proximal"](model, 0.3)
+    algorithm = fedem.proximal(model, 0.3)
     (step,) = algorithm.phases
     algorithm = replace(algorithm, phases=(replace(step, batch_size=None),))
     options = {"rounds": 4, "dtype": torch.float64, "evaluate_every": None, "progress": False}
@@ -185,9 +177,7 @@ def test_fedavg_plus_is_one_more_epoch_at_the_rate_of_the_run():
     """As the authors' code takes before every evaluation: with the schedule, which has fallen a
     hundredfold at the end.
     """
-    (finetune,) = runpy.run_path(str(FEDEM))["METHODS"]["FedAvg+"](
-        torch.nn.Linear(4, 1), 0.3
-    ).finetune
+    (finetune,) = fedem.METHODS["FedAvg+"](torch.nn.Linear(4, 1), rate=0.3).finetune
     optimiser = finetune.optimiser
     assert (finetune.epochs, finetune.steps, finetune.batch_size) == (1, None, 128)
     assert (optimiser.momentum, optimiser.weight_decay) == (0.9, 5e-4)

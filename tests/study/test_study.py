@@ -373,3 +373,25 @@ def test_killed_in_the_middle(tmp_path: Path, table: Table):
     finished = len(list(tmp_path.glob("[!.]*.record")))
     assert 0 < finished < len(table.rows)
     assert bits(study().run(tmp_path, progress=False)) == bits(table)
+
+
+def test_a_cell_goes_on_from_its_checkpoint(tmp_path: Path):
+    """One that was interrupted in its third round goes on behind the second, and has the bits of
+    one that was not; its checkpoints are removed.
+    """
+    seen = tmp_path / "rounds"
+
+    def note(run):
+        before = seen.read_text() if seen.exists() else ""
+        seen.write_text(f"{before}{run.round} ")
+        if before == "1 2 ":
+            raise KeyboardInterrupt
+
+    options = {"seeds": [0], "rounds": 4, "on_round": [note]}
+    with pytest.raises(KeyboardInterrupt):
+        one(**options).run(tmp_path / "a", progress=False, every=1)
+    assert list((tmp_path / "a").glob("*.rounds"))
+    table = one(**options).run(tmp_path / "a", progress=False, every=1)
+    assert seen.read_text() in ("1 2 3 3 4 ", "1 2 3 2 3 4 ")
+    assert not list((tmp_path / "a").glob("*.rounds"))
+    assert bits(table) == bits(one(seeds=[0], rounds=4).run(tmp_path / "b", progress=False))
