@@ -433,7 +433,7 @@ def rows(quick: bool) -> dict[str, Row]:
         return beside(title, pac, "FedRep", rep, data, 1.5, *repetitions, **mixed)
 
     watched, twice = (partial(Watched, True), partial(Watched, False)), (Predicted, Predicted)
-    looked = "pFedVEM, every round looked at for stability"
+    looked = "pFedVEM, stability check in every round"
     predicted = "FedSI at random weights, predicting by contrasts after every round"
     components = "FedEM, 3 linear components, 300 clients"
     residual_title = "Residual MLP 20-64-64-2, batch norm and dropout, 200 clients x 40"

@@ -3,9 +3,8 @@
     python benchmarks/network.py [--quick] [--figure]
 
 Runs the app of examples/flower_pfedvem with four nodes, and its method on the same data as a
-simulation, both evaluated after every round. Results: benchmarks/results/network.json, and the
-README's picture, docs/images/readme.png, whose other half is of benchmarks/results/truth.json
-(--figure draws it from the results that are there).
+simulation, both evaluated after every round. Results: benchmarks/results/network.json, and
+docs/images/network.png (--figure draws it from the results that are there).
 """
 
 import sys
@@ -17,7 +16,7 @@ import script
 
 import bayesfl as bf
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, OKABE_ITO, clean, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, clean, new_figure
 from bayesfl.flower import load
 
 APP = script.ROOT / "examples" / "flower_pfedvem"
@@ -28,15 +27,6 @@ from loopback import network  # noqa: E402 (after the path is set)
 
 CLIENTS, ROUNDS = 4, 10
 MEASURES = ("train_nll", "personal_accuracy", "personal_nll")
-WAYS = {
-    "exact posterior": "exact posterior",
-    "bf.stats.mixed": "bf.stats.mixed",
-    "fedavg, heads": "result.heads()",
-    "pfedmap, Laplace of heads": "pFedMAP + Laplace",
-    "pfedvem": "pFedVEM",
-    "pfedvem_held": "pFedVEM, scales held",
-}
-"""What the picture shows of the truth test, and how it is called there."""
 
 
 def over_a_network(folder: Path, clients: int, rounds: int) -> dict[str, list[float]]:
@@ -64,32 +54,10 @@ def by_round(history: History) -> dict[str, list[float]]:
     return {name: history[name].tolist() for name in MEASURES}
 
 
-def draw(twice: dict[str, Any], truth: dict[str, Any]) -> None:
-    """Draw how often intervals hold beside the same run twice."""
-    figure = new_figure((9.0, 3.4))
-    ours, same = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    ours.axvline(0.9, color=INK, linewidth=1, linestyle=":")
-    ours.text(0.89, -0.75, "promised: 90 %", ha="right", va="center", fontsize="small")
-    for place, way in enumerate(WAYS):
-        for shift, problem, colour in ((-0.14, "linear", BLUE), (0.14, "logistic", OKABE_ITO[1])):
-            cell = truth["cells"].get(f"{problem}/{way}")
-            if cell is None:
-                continue
-            share, error = cell["coverage"]["90"]
-            ours.errorbar(
-                share,
-                place + shift,
-                xerr=1.96 * error,
-                fmt="o" if problem == "linear" else "s",
-                color=colour,
-                markersize=5,
-                label=f"{problem} regression" if place == 1 else None,
-            )
-    ours.set_yticks(range(len(WAYS)), list(WAYS.values()))
-    ours.set(xlim=(0.28, 1.0), ylim=(len(WAYS) - 0.5, -1.1))
-    ours.set_xticks([0.3, 0.5, 0.7, 0.9], ["30 %", "50 %", "70 %", "90 %"])
-    ours.set_title("How often 90 % intervals hold, by method", fontsize="medium", loc="left")
-    ours.legend(loc="upper left", frameon=False, fontsize="small")
+def draw(twice: dict[str, Any]) -> None:
+    """Draw the same run twice."""
+    figure = new_figure((5.6, 3.2))
+    same = figure.subplots()
     rounds = range(1, len(twice["simulated"]["personal_nll"]) + 1)
     same.plot(
         rounds, twice["simulated"]["personal_nll"], color=GREY, linewidth=7, alpha=0.45,
@@ -103,9 +71,8 @@ def draw(twice: dict[str, Any], truth: dict[str, Any]) -> None:
     same.set_xticks([1, *range(5, len(rounds) + 1, 5)])
     same.set_title("The same run, simulated and deployed", fontsize="medium", loc="left")
     same.legend(loc="upper right", frameon=False, fontsize="small")
-    for ax in (ours, same):
-        clean(ax, grid="y" if ax is same else None)
-    script.write_figure("readme", figure)
+    clean(same, grid="y")
+    script.write_figure("network", figure)
 
 
 def main() -> None:
@@ -124,7 +91,7 @@ def main() -> None:
         if given.quick:
             return
         script.write("network", **made, clients=clients, rounds=rounds, **found)
-    draw(script.saved("network"), script.saved("truth"))
+    draw(script.saved("network"))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ html_title = f"bayesfl {version}"
 html_static_path = ["static"]
 html_css_files = ["bayesfl.css"]
 html_show_sourcelink = False
-pygments_style, pygments_dark_style = "friendly", "github-dark"
+pygments_style, pygments_dark_style = "default", "github-dark"  # both of contrast 4.5 or more
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Tutorials and the gallery are text notebooks, which every build runs anew in a folder of its own.

@@ -1,7 +1,6 @@
 """Draws pictures of studies from the committed results: python docs/pictures.py.
 
-Those of subnetworks, links, truth and long training are drawn by their benchmarks, the demo's by
-`make demo`.
+Those of subnetworks, links, truth, long training and the network are drawn by their benchmarks.
 """
 
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bayesfl import stats
 from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figure
 
 ROOT = Path(__file__).parent.parent
@@ -285,18 +285,120 @@ def speed() -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    for draw in (
-        fedsi,
-        fedem,
-        perinvfl,
-        pfedvem_paper,
-        fedpac_paper,
-        common,
-        promises,
-        same_digits,
-        densities,
-        speed,
+def readme() -> Figure:
+    """Coverage as trained and after, and hazard ratios of hospitals, federated and pooled."""
+    figure = new_figure((9, 3.6))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    ways = {
+        "pfedvem": "pFedVEM,\nas trained",
+        "fedavg, heads": "FedAvg with\nresult.heads()",
+        "bf.stats.mixed": "bf.stats.mixed",
+    }
+    cells = TABLES["results"]("truth")["cells"]
+    named(left, list(ways.values()), "Coverage of 90 % intervals of clients' coefficients")
+    for shift, kind, colour, marker in (
+        (-0.12, "linear", OKABE_ITO[0], "o"),
+        (0.12, "logistic", OKABE_ITO[1], "s"),
     ):
+        found = [cells[f"{kind}/{way}"]["coverage"]["90"] for way in ways]
+        left.errorbar(
+            [100 * share for share, _ in found],
+            [place + shift for place in range(len(ways))],
+            xerr=[196 * error for _, error in found],
+            color=colour,
+            marker=marker,
+            linestyle="none",
+            label=f"{kind} regression",
+        )
+    left.axvline(90, color=INK, linestyle=":", linewidth=1)
+    left.set_xlim(65, 100)
+    left.set_xlabel("intervals that contain the truth (%)")
+    left.legend(loc="lower left", frameon=False, fontsize="small")
+    lung(right)
+    return figure
+
+
+def lung(ax: Axes) -> None:
+    """Draw hazard ratios of women against men at hospitals, and of all by both ways."""
+    from lifelines import CoxPHFitter
+    from lifelines.datasets import load_lung
+
+    rows = load_lung().rename(columns={"ph.ecog": "ecog", "status": "dead"})
+    rows["female"] = rows["sex"] - 1
+    rows = rows[rows.groupby("inst")["inst"].transform("size").ge(13)].dropna(subset=["ecog"])
+    frames = {f"H{number:.0f}": frame for number, frame in rows.groupby("inst")}
+    terms = ["age", "female", "ecog"]
+    sites = stats.tables(frames, terms=terms, also=["time", "dead"])
+    found = stats.cox(sites, time="time", event="dead", exact_times=True).by_site("female")
+    pooled = CoxPHFitter().fit(rows[[*terms, "time", "dead"]], "time", "dead")
+    own = [
+        (f"{name} ({row.rows:.0f} patients)", row.estimate, row.low, row.high, INK, "s")
+        for name, row in list(found.iterrows())[:-1]
+        if not row.why
+    ]
+    joint = found.iloc[-1]
+    low, high = pooled.confidence_intervals_.loc["female"]
+    own += [
+        ("federated", joint.estimate, joint.low, joint.high, OKABE_ITO[0], "D"),
+        ("pooled (lifelines)", pooled.params_["female"], low, high, OKABE_ITO[1], "D"),
+    ]
+    named(ax, [name for name, *_ in own], "Hazard ratio of women, with 95 % intervals")
+    for place, (_, *values, colour, marker) in enumerate(own):
+        middle, least, most = (math.exp(value) for value in values)
+        ax.plot([least, most], [place, place], color=colour, linewidth=1.5)
+        ax.plot(middle, place, marker, color=colour, markersize=6)
+    ax.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
+    ax.set_xscale("log")
+    ax.set_xlim(0.05, 20)
+    ax.set_xticks([0.1, 0.5, 1, 2, 10], ["0.1", "0.5", "1", "2", "10"])
+    ax.minorticks_off()
+
+
+def calibrated() -> Figure:
+    """NLL before and after calibration, and the coverage of sets."""
+    _, tables = TABLES["_promises"]()
+    shown = ("FedAvg", "Ditto", "FedPer", "pFedVEM")
+    figure = new_figure((9, 3.8))
+    left, right = figure.subplots(1, 2, sharey=True)
+    rows = [(data, name, table[name]) for data, table in tables.items() for name in shown]
+    for ax, title in ((left, "NLL"), (right, "Coverage of 90 % sets, clients' mean")):
+        named(ax, [f"{name}, {data}" for data, name, _ in rows], title)
+    spots(left, [row["nll"] for *_, row in rows], OKABE_ITO[1], "as trained", marker="D")
+    spots(left, [row["nll_b"] for *_, row in rows], OKABE_ITO[0], "calibrated")
+    left.set_xlim(left=0)
+    left.set_xlabel("nats")
+    sets = [[100 * one for one in row["shrunk_coverage"]] for *_, row in rows]
+    spots(right, sets, OKABE_ITO[0], "calibrated")
+    right.axvline(90, color=INK, linestyle=":", linewidth=1)
+    right.set_xlim(65, 100)
+    right.set_xlabel("rows whose set contains the label (%)")
+    below(figure, left)
+    return figure
+
+
+def methods() -> Figure:
+    """Accuracy and NLL of the demo's methods over its seeds."""
+    rows = {
+        name: row
+        for name, row in TABLES["results"]("demo")["rows"].items()
+        if not name.endswith("draws")
+    }
+    figure = new_figure((9, 3))
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = {"accuracy": "Accuracy", "nll": "NLL (nats)"}
+    for ax, (key, title) in zip(axes, panels.items(), strict=True):
+        named(ax, [name.removesuffix(", mean") for name in rows], title)
+        for place, row in enumerate(rows.values()):
+            ax.plot(row[key], [place] * len(row[key]), "o", color=GREY, markersize=4, alpha=0.6)
+        spots(ax, [row[key] for row in rows.values()], OKABE_ITO[0], "mean", marker="D")
+    axes[0].set_xlabel("clients' mean; grey: seeds")
+    axes[1].set_xlabel("lower is better")
+    return figure
+
+
+if __name__ == "__main__":
+    doors, papers = (readme, calibrated, methods), (fedsi, fedem, perinvfl, pfedvem_paper)
+    studies = (fedpac_paper, common, promises, same_digits, densities, speed)
+    for draw in (*doors, *papers, *studies):
         name = draw.__name__.replace("_", "-")
         draw().savefig(ROOT / "docs" / "images" / f"{name}.png")

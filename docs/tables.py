@@ -1329,7 +1329,7 @@ def truth() -> str:
         lines.append(cells)
     heads = ["method"]
     for problem in problems:
-        heads += [f"{problem}: 90 % intervals", "sd", "true"]
+        heads += [f"{problem}: 90 % intervals", "sd", "covers"]
     return ruled(heads, lines)
 
 
@@ -1353,7 +1353,7 @@ def truth_more() -> str:
             ]
         else:
             ends = [f"{n} rows" for n in (saved["sizes"][0], saved["sizes"][-1])]
-            heads = ["method", "federations", "true", "90 % intervals", *ends]
+            heads = ["method", "federations", "covers", "90 % intervals", *ends]
             heads += ["90 %, in common", "50 % intervals"]
             heads += ["even ranks", "sd", *(f"sd, {end}" for end in ends), "error", *SPENT]
             lines = [[way, *_judged(cell), *_spent(cell)] for way, cell in cells.items()]

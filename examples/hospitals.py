@@ -51,7 +51,9 @@ class Study:
 
 
 def lung() -> Study:
-    """Institutions with ten patients or more; death within a year."""
+    """Institutions with ten patients or more; death within a year. Patients who left earlier are
+    dropped, which biases the share of deaths: for an analysis use `bf.stats.cox`.
+    """
     from lifelines.datasets import load_lung
 
     rows = load_lung().rename(columns={"ph.ecog": "ecog"}).dropna(subset=["inst", "ecog"])

@@ -246,7 +246,8 @@ class Predictor(Protocol):
         """Return one client's predictor.
 
         It is made from what the client received, its view (after fine-tuning, if the method has
-        any), and its training data x, y.
+        any), and its training data x, y; and of a predictor whose attribute `validates` is True
+        from its `validation` data, {x, y}, on which it may choose a number of its own.
         """
         ...
 

@@ -843,8 +843,9 @@ class Neighbours:
     Args:
         k: Number of rows that count; all where a client has fewer.
         scale: Number by which distances are divided.
-        share: Share lam of the rows in the prediction; None to choose one for all clients on their
-            validation data.
+        share: Share lam of the rows in the prediction: a number; `own`, that of the largest mean
+            log likelihood of the client's validation rows, 0 for a client without any; or `common`,
+            one for all clients, chosen on the validation rows of all.
 
     Example:
         >>> bf.algorithms.knn_per(bf.models.mlp(64, hidden=8, outputs=5), share=0.5).predictor
@@ -853,15 +854,22 @@ class Neighbours:
 
     k: Count = 10
     scale: Positive = 1.0
-    share: Annotated[float | None, Range(0, 1, "[]")] = None
+    share: Annotated[float, Range(0, 1, "[]")] | Literal["own", "common"] = "own"
     tunes = "share"
     reads = ()
     needs_data = True
 
     @property
+    def validates(self) -> bool:
+        """Return whether each client chooses its own share, see `Predictor`."""
+        return self.share == "own"
+
+    @property
     def grid(self) -> tuple[float, ...]:
-        """Return the shares that are tried, see `Predictor`."""
-        return SHARES if self.share is None else (self.share,)
+        """Return the shares that are tried for all clients, see `Predictor`."""
+        if isinstance(self.share, str):
+            return SHARES if self.share == "common" else ()
+        return (self.share,)
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError where rows cannot vote, or there are no features."""
@@ -876,10 +884,18 @@ class Neighbours:
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
         features: Any = algorithm.features(algorithm.leaves(algorithm.parts, view), data["x"])[0]
-        return self.restored(algorithm, view, {"features": features, "labels": data["y"]})
+        rows = {"features": features, "labels": data["y"]}
+        if self.validates:
+            x, y = data["validation"]["x"], data["validation"]["y"]
+            probs = self._predict(algorithm, view, rows, x, value=SHARES)["probs"]
+            losses = -probs[:, torch.arange(len(y)), y].log().sum(1)
+            rows["share"] = losses.new_tensor(SHARES)[losses.argmin()]
+        return self.restored(algorithm, view, rows)
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return the features and labels of the client's rows, see `StoredPredictor`."""
+        """Return the features and labels of the client's rows, and its own share if it has one, see
+        `StoredPredictor`.
+        """
         return fitted.args[-1]
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
@@ -899,7 +915,7 @@ class Neighbours:
     ) -> Tensors:
         """Return the predictions at `x`; with `plain`, the model's alone."""
         features, outputs = algorithm.features(algorithm.leaves(algorithm.parts, view), x)
-        share = 0.0 if plain else self.grid[0] if value is None else value
+        share = 0.0 if plain else rows.get("share", self.grid[:1]) if value is None else value
         lam = torch.as_tensor(share, dtype=outputs.dtype, device=outputs.device)[..., None, None]
         mixed = lam * self._votes(rows, features, outputs) + (1 - lam) * outputs.softmax(-1)
         found = algorithm.likelihood.predictive(mixed.log().unsqueeze(-3))

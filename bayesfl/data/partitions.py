@@ -214,12 +214,17 @@ def deal_exactly(
         For each part, the rows of each client.
 
     Raises:
-        ValueError: A class has too few rows, as NumPy says.
+        ValueError: A class has too few rows.
     """
     pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
     for k, rows in enumerate(rows_by_class(labels, classes)):
-        shuffled = iter(rng.permutation(rows))
-        for j in np.flatnonzero((held == k).any(1)):
+        shuffled, takers = iter(rng.permutation(rows)), np.flatnonzero((held == k).any(1))
+        if len(rows) < len(takers) * sum(amounts):
+            raise ValueError(
+                f"class {k} has {len(rows)} rows, and {len(takers)} clients need {sum(amounts)} "
+                "each; take fewer clients or fewer rows"
+            )
+        for j in takers:
             for part, amount in zip(pieces, amounts, strict=True):
                 part[j].append(np.fromiter(shuffled, np.int64, amount))
     return [concatenated(part) for part in pieces]

@@ -371,12 +371,11 @@ class Node:
         covariance would take too much.
         """
         view = tree_map(lambda t: t[0].clone(), done.views)
-        train = dict(zip("xy", local.train.client(self.id), strict=True))
         made = client_model(
             self.algorithm,
             done.given,
             view,
-            train,
+            local.own_rows(self.id),
             seed=order.seed,
             known=order.told,
             name=self.name,

@@ -210,7 +210,7 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
     assert (
         result.tuned == PRECISIONS[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
     )
-    local, ids = result.local(held.to(dtype=torch.float64).train), np.arange(held.clients)
+    local, ids = result.local(held.to(dtype=torch.float64).splits), np.arange(held.clients)
     done = local.finetuned(ids, result.state.received(method, ids), result.round)
     asked = tuning.candidates(
         local, done, held.validation.to(dtype=torch.float64), round=result.round
@@ -255,7 +255,7 @@ def test_candidates_of_a_subnetwork_are_each_as_alone(
     rule = LinearisedLaplace(structure="subnetwork", share=0.2, selection=selection)
     result = trained(held, model, rule)
     double, ids = held.to(dtype=torch.float64), np.arange(held.clients)
-    local = result.local(double.train)
+    local = result.local(double.splits)
     done = local.finetuned(ids, result.state.received(result.algorithm, ids), result.round)
     asked = tuning.candidates(local, done, double.validation, round=result.round)
     new, y = double.validation.client(1)

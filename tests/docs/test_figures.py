@@ -61,7 +61,8 @@ def test_a_study_can_be_read(page: Path):
     assert question.startswith("**")
     assert "?" in question
     assert re.fullmatch(r"<!-- \w+_answer: begin -->\n.*\n<!-- \w+_answer: end -->", answer, re.S)
-    assert len(re.findall(r"\. (?=[A-Z0-9`])", answer)) == 2, "three sentences"
+    assert len(re.findall(r"\.\s(?=[A-Z0-9`])", answer)) == 2, "three sentences"
+    assert len(DECIMAL.findall(re.sub(r" ± [\d.]+", "", answer))) <= 3, "three figures"
     assert len(re.findall(r"!\[[^\]]+\]\(", text)) == 1
     prose = re.sub(r"(?ms)^:::.*?^:::$|<!--.*?-->|^\|.*?$|\]\([^)]*\)", "", text)
     assert len(re.findall(r"\b\w[\w'’.-]*", prose)) <= 900

@@ -302,6 +302,19 @@ def test_a_round_at_which_it_ended_may_be_the_best(parted: FederatedData, tmp_pa
         assert bf.load_client(tmp_path / "node-102", algorithm).round == 4
 
 
+def test_a_node_chooses_its_own_share_on_its_validation_rows(parted: FederatedData, tmp_path: Path):
+    algorithm = bf.algorithms.knn_per(bf.models.mlp(64, hidden=8, outputs=5), k=4, epochs=1)
+    result = bf.simulate(algorithm, parted, progress=False, **OPTIONS)
+    deploy(algorithm, parted, tmp_path)
+    shares = []
+    for j in range(4):
+        node = bf.load_client(tmp_path / f"node-10{j}", algorithm)
+        shares.append(float(node._stored["share"]))
+        x = parted.test.client(j)[0]
+        assert_close(node.predict(x).probs, result.client(j).predict(x).probs, atol=1e-6, rtol=0)
+    assert len(set(shares)) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_best_state_is_kept(every: int, parted: FederatedData, tmp_path: Path):

@@ -4,11 +4,9 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch import distributed
@@ -42,38 +40,39 @@ def on_processes(
     about |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     about |= {"PYTHONPATH": os.pathsep.join(sys.path), OF_PROCESS: ""}
     about |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    with tempfile.TemporaryDirectory(prefix="bayesfl-") as folder:
-        file = Path(folder, "call")
-        file.write_bytes(dumps((call, dict(given))))
-        others = [
-            subprocess.Popen(
-                [sys.executable, "-c", f"import {__name__} as at; at.take_part({str(file)!r})"],
-                env={**os.environ, **about, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # Ctrl-C reaches rank 0 alone
-            )
-            for rank in range(1, count)
-        ]
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as at; at.take_part()"],
+            env={**os.environ, **about, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches rank 0 alone
+        )
+        for rank in range(1, count)
+    ]
 
-        def end(message: str = "") -> None:
-            for other in others:
-                other.kill()
+    def end(message: str = "") -> None:
+        for other in others:
+            other.kill()
 
-        ranks = None
-        try:
-            ranks = Ranks(store, 0, count, count, end, start=START)
-            with using(ranks):
-                yield
-        finally:
-            end()
-            for other in others:
-                other.wait()
-            if ranks is not None:
-                ranks.close()
+    ranks = None
+    try:
+        content = dumps((call, dict(given)))
+        for other in others:
+            with suppress(BrokenPipeError), other.stdin as pipe:  # pyright: ignore[reportOptionalContextManager] (it is a pipe)
+                pipe.write(content)
+        ranks = Ranks(store, 0, count, count, end, start=START)
+        with using(ranks):
+            yield
+    finally:
+        end()
+        for other in others:
+            other.wait()
+        if ranks is not None:
+            ranks.close()
 
 
-def take_part(file: str) -> None:
-    """Make the call of rank 0, in a process that it has started."""
-    # Written by the process that began this one.
-    call, given = pickle.loads(Path(file).read_bytes())
+def take_part() -> None:
+    """Make the call of rank 0, in a process that it has started and to which it writes."""
+    call, given = pickle.load(sys.stdin.buffer)
     with suppress(Exception):  # all ranks raise it, and rank 0 prints it
         call(**given)

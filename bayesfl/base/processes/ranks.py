@@ -6,7 +6,9 @@ shows none, or ends, the run ends at all ranks.
 """
 
 import atexit
+import hashlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -100,6 +102,16 @@ class Alone:
         """
         return tree_map_only(Tensor, torch.clone, tree)
 
+    def agree(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Check that all ranks compute the same.
+
+        Args:
+            about: Function that gives what must be the same, JSON-able, by names for a message.
+
+        Raises:
+            ValueError: Something is not.
+        """
+
     def shares(self, device: torch.device) -> bool:
         """Return whether what one rank writes into such a copy is in that of all others."""
         return True
@@ -134,7 +146,7 @@ class Ranks(Alone):
         self._store, self._lost = distributed.PrefixStore("bayesfl", store), lost or _end
         self._held: Callable[[int], list[str]] = lambda _: []
         self._calls, self._over = 0, threading.Event()
-        self._store.set(f"life-{rank}", "")
+        self._store.set(f"life-{rank}", self._sign())
         self._group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("gloo", self._store), rank, size, start
         )
@@ -211,6 +223,15 @@ class Ranks(Alone):
                 shutil.rmtree(folder)
         return made[0]
 
+    def agree(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Check that all ranks compute the same; see `Alone.agree`."""
+        found = self.every(lambda: {name: _digest(value) for name, value in about().items()})
+        if other := [name for name in found[0] if len({one[name] for one in found}) > 1]:
+            raise ValueError(
+                f"ranks have other {' and other '.join(other)}: each must make the same call with "
+                "the same arguments; seed whatever draws them"
+            )
+
     def shares(self, device: torch.device) -> bool:
         """Return whether ranks write into the same copy; see `Alone.shares`."""
         return self.near == self.size and device.type == "cpu"
@@ -220,25 +241,28 @@ class Ranks(Alone):
         self._held = held
 
     def _call(self) -> dict[str, Any]:
-        """Return the number of this exchange, the call of the user's that it is part of, and the
-        function that makes it.
+        """Return the number of this exchange, and the functions that make it, the user's call
+        first.
         """
         self._calls += 1
-        names, frame = [""], sys._getframe()
+        names, frame = [], sys._getframe()
         while frame is not None:
             module = str(frame.f_globals.get("__name__"))
             if module.startswith(OWN) and not module.startswith(AROUND):
                 names.append(frame.f_code.co_name)
             frame = frame.f_back
-        return {"call": [self._calls, names[-1], names[:2][-1]]}
+        return {"call": [self._calls, *reversed(names)]}
 
     def _compare(self, found: Sequence[Mapping[str, Any]], error: Exception | None) -> None:
         calls = [one["call"] for one in found]
         if any(call != calls[0] for call in calls):
-            at = 1 if len({name for _, name, _ in calls}) > 1 else 2
+            # The first function that is not the same; the user's call where a rank has no further.
+            shared = min(map(len, calls))
+            place = next((k for k in range(1, shared) if len({c[k] for c in calls}) > 1), shared)
+            names = [str(call[place] if len(call) > place else call[1]) for call in calls]
             raise error or LostRankError(
-                f"ranks make other calls at once: {', '.join(call[at] for call in calls)}; each "
-                "must make the same calls in the same order, on the same data"
+                f"ranks make other calls at once: {', '.join(names)}; each must make the same "
+                "calls in the same order, on the same data"
             )
 
     def _spread(self, data: Tensor, root: int) -> Tensor:
@@ -285,12 +309,16 @@ class Ranks(Alone):
             "stand behind `if bf.rank() == 0`"
         )
 
+    def _sign(self) -> str:
+        """Return a sign of life: the process's number, and the time."""
+        return f"{os.getpid()} {time.time()}"
+
     def _watch(self, store: Any) -> None:
         """Show life, and end the process where another rank shows none."""
         seen = {other: ("", time.monotonic()) for other in range(self.size) if other != self.rank}
         while not self._over.wait(SIGN):
             with suppress(RuntimeError):  # a store that has ended shows no life
-                store.set(f"life-{self.rank}", f"{os.getpid()} {time.time()}")
+                store.set(f"life-{self.rank}", self._sign())
                 for other, (sign, _) in seen.items():
                     now = store.get(f"life-{other}").decode()
                     if now != sign or now == ENDED:
@@ -371,7 +399,18 @@ def _folder(tree: Any) -> str:
     tree_map_only(Tensor, lambda t: sizes.append(t.nbytes), tree)
     memory = Path("/dev/shm")
     room = memory.is_dir() and shutil.disk_usage(memory).free > 2 * sum(sizes)
-    return tempfile.mkdtemp(prefix="bayesfl-", dir=memory if room else None)
+    where = memory if room else Path(tempfile.gettempdir())
+    for left in where.glob("bayesfl-*-*"):  # by a process that was killed meanwhile
+        with suppress(PermissionError, ValueError):
+            try:
+                os.kill(int(left.name.split("-")[1]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"bayesfl-{os.getpid()}-", dir=where)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

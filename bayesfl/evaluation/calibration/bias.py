@@ -27,6 +27,8 @@ _ROUNDING = 1e-13
 
 LEAST, LARGEST = 1e-4, 1e2
 """Smallest and largest prior variance considered."""
+RISE = 1e-3
+"""Smallest rise of a client's mean loss, in nats, for which it keeps 0."""
 MOST, _CLOSE = 20, 0.02
 """Questions at most, and the step of the variance's logarithm at which they end."""
 
@@ -44,8 +46,8 @@ class Bias:
     each adds two numbers a client. Where clients are alike, v is near 0 and so is every b.
 
     A client keeps b_j = 0, with a warning, where its own rows speak against one: fitted to every
-    second row, b raises the loss of the others by more than two standard errors. A client without
-    examples has 0, too.
+    second row, b raises the mean loss of the others by more than two standard errors, and by more
+    than 0.001 nats. A client without examples has 0, too.
 
     Args:
         split: The split that it is fitted to.
@@ -121,7 +123,7 @@ class Bias:
             more = torch.where(fold, more, found)
         mean = clients.mean(more)
         spread = clients.sum((more - mean[owner]).square()) / (clients.counts - 1)
-        kept = mean > 2 * (spread / clients.counts).sqrt()
+        kept = mean > (2 * (spread / clients.counts).sqrt()).clamp_min(RISE)
         if worse := int(kept.sum()):
             warn(
                 f"Bias raises the loss of rows to which it was not fitted at {worse} of "

@@ -46,7 +46,7 @@ def next_question(
     """
     rule = algorithm.predictor
     found = getattr(rule, "asks", lambda *_: None)(algorithm, server, known)
-    if found is None and tuning.needs_validation(algorithm) and predict.TUNING not in known:
+    if found is None and tuning.together(algorithm) and predict.TUNING not in known:
         return predict.TUNING, tuning.Tuning(rule)  # pyright: ignore[reportArgumentType] (it has a grid)
     return found
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesfl.base.inputs import each
 from bayesfl.base.processes.ranks import current
-from bayesfl.base.protocols import Info, Server, View
+from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
@@ -307,6 +308,18 @@ class Local:
 
         for done in self.over(crew, ids, work):
             write_rows(state.private, done.ids, done.views)
+
+    def own_rows(self, client: int) -> Batch:
+        """Return one client's training rows, x and y; and its `validation` rows where the method's
+        predictor reads them, none where it has none.
+        """
+        x, y = self.train.client(client)
+        if not getattr(self.algorithm.predictor, "validates", False):
+            return {"x": x, "y": y}
+        held = (each(lambda t: t[:0], x), y[:0])
+        if self.validation is not None:
+            held = self.validation.client(client)
+        return {"x": x, "y": y, "validation": dict(zip("xy", held, strict=True))}
 
     def _split(self, phase: Phase | Repeat) -> ClientData:
         if getattr(phase, "data", False) != "validation":

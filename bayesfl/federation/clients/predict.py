@@ -289,8 +289,7 @@ def fitted_of(
             own, tensors = done.heads[client]
             fitted = rule.restored(local.algorithm, view | own, tensors)
         else:
-            x, y = local.train.client(client)
-            fitted: Any = rule(local.algorithm, given, view, {"x": x, "y": y})
+            fitted: Any = rule(local.algorithm, given, view, local.own_rows(client))
             made = ({HEAD: fitted.view[HEAD]}, fitted.state) if keeps else ()
             # If all clients so far and this one fit.
             if keeps and (len(done.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:

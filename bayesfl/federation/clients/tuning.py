@@ -139,7 +139,7 @@ def check_tunable(
     there: object,
     why: str = "the data have none: make them with validation=0.1",
 ) -> None:
-    """Check that there are validation data if the method's predictor has a number to tune.
+    """Check that there are validation data if the method's predictor tunes a number on them.
 
     Args:
         algorithm: The method.
@@ -147,14 +147,11 @@ def check_tunable(
         why: Why not, for the message.
 
     Raises:
-        ValueError: The predictor's grid has several candidates, and there are none.
+        ValueError: It does, and there are none.
     """
-    if needs_validation(algorithm) and not there:
+    if (together(algorithm) or validates(algorithm)) and not there:
         tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
-        raise ValueError(
-            f"{tunes} is chosen on validation data, and {why}, or give a number instead, as "
-            f"{tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
-        )
+        raise ValueError(f"{tunes} is chosen on validation data, and {why}, or give it a number")
 
 
 def tunable(data: FederatedData) -> bool:
@@ -162,6 +159,13 @@ def tunable(data: FederatedData) -> bool:
     return "validation" in data.splits and bool(data.validation.counts.any())
 
 
-def needs_validation(algorithm: Algorithm) -> bool:
-    """Return whether the method's predictor chooses a number on validation data."""
+def together(algorithm: Algorithm) -> bool:
+    """Return whether the method's predictor has a number that all clients' validation data choose
+    together.
+    """
     return algorithm.predictor is not None and len(algorithm.predictor.grid) > 1
+
+
+def validates(algorithm: Algorithm) -> bool:
+    """Return whether each client's predictor reads the client's own validation data."""
+    return getattr(algorithm.predictor, "validates", False)

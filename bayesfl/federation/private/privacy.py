@@ -52,7 +52,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
-from bayesfl.federation.clients.tuning import check_tunable
+from bayesfl.federation.clients.tuning import together
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.replies import (
     Aggregation,
@@ -326,15 +326,11 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
                 "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
                 "replace it"
             )
-    check_tunable(
-        algorithm,
-        False,
-        "ClientPrivacy does not cover what is asked of them: take another method",
-    )
-    if hasattr(algorithm.predictor, "asks"):
+    if together(algorithm) or hasattr(algorithm.predictor, "asks"):
         raise ValueError(
             f"{type(algorithm.predictor).__name__} asks clients for sums, which ClientPrivacy does "
-            "not cover: take another predictor, or leave aggregation out"
+            "not cover: give the number that it tunes, take another predictor, or leave "
+            "aggregation out"
         )
     if more := sorted(algorithm.reports):
         raise ValueError(

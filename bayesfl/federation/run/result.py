@@ -11,8 +11,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
+from bayesfl.base.archive import digest_of_tensor
 from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
+from bayesfl.base.inputs import named
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
@@ -179,19 +181,20 @@ class Result(Run):
 
     def _answered(self, aggregation: surveying.Adder | None) -> Known:
         known = known_of(self.after, self.algorithm)
-        if next_question(self.algorithm, self.server, known) is None:
+        asks = next_question(self.algorithm, self.server, known) is not None
+        if not asks and not tuning.validates(self.algorithm):
             return known
         tuning.check_tunable(self.algorithm, tuning.tunable(self.data))
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            here = Here(self.local(data.train), self.state, data, crew, aggregation)
+            here = Here(self.local(data.splits), self.state, data, crew, aggregation)
             return answered(self.algorithm, self.server, known, here)
 
     def _answers(self) -> tuple[Answer, ...]:
         """Return what clients have answered, for which they are asked where they were not; a number
         stays open where there are no data to tune it on.
         """
-        if tuning.needs_validation(self.algorithm) and (
+        if tuning.together(self.algorithm) and (
             isinstance(self.known, Outline) or not tuning.tunable(self.data)
         ):
             return answers_of(known_of(self.after, self.algorithm), self.algorithm)
@@ -202,20 +205,20 @@ class Result(Run):
         """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: ClientData, validation: ClientData | None = None) -> Local:
-        """Return the local work of clients with these training data, and validation data where
-        phases read them, all on the run's device and in its precision.
+    def local(self, splits: Mapping[str, ClientData]) -> Local:
+        """Return the local work of clients with these splits of their data, on the run's device and
+        in its precision.
         """
         refuse_changed(self.algorithm.model)
         return Local(
             self.algorithm,
             self.engine,
-            train,
+            splits["train"],
             self.settings.seed,
             self.settings.rounds,
             self.tolerant,
             self.known.client_names,
-            validation,
+            splits.get("validation"),
         )
 
     @suggests
@@ -305,8 +308,9 @@ class Result(Run):
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
+        current().agree(lambda: {"rows to predict": [*map(_marks, splits)]})
         reads = [*steps, *(one.step for one in self.steps)]
-        local = self.local(self.data.train.to(self.device, self.dtype))
+        local = self.local(self.data.to(self.device, self.dtype).splits)
         # The means of beliefs need no answers; those of clients' own heads have them.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
@@ -559,7 +563,7 @@ class Result(Run):
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            self.local(moved.train).adapt(State(server, private, self.round), crew)
+            self.local(moved.splits).adapt(State(server, private, self.round), crew)
         new = replace(
             self,
             known=novel,
@@ -637,11 +641,16 @@ class Result(Run):
         if isinstance(self.known, Outline):
             (given, views), train = self._unadapted(j), None
         else:
-            local = self.local(self.known.train.alone(j).to(self.device, self.dtype))
+            local = self.local(
+                {
+                    name: split.alone(j).to(self.device, self.dtype)
+                    for name, split in self.known.splits.items()
+                }
+            )
             ids = np.array([j])
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
             given, views = done.given, done.views
-            train = dict(zip("xy", local.train.client(j), strict=True))
+            train = local.own_rows(j)
         return client_model(
             self.algorithm,
             given,
@@ -861,6 +870,14 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
             "result.data. Pass one of result.data's splits, or a part of one; result.adapt(...) is "
             "for clients never seen"
         )
+
+
+def _marks(split: ClientData) -> list[Any]:
+    """Return numbers that other rows would hardly have: the counts of clients, and a thousand rows
+    at most.
+    """
+    some = split.take(split.index[:: max(1, len(split.index) // 1000)])
+    return [split.counts.tolist(), [digest_of_tensor(t) for _, t in named(some)]]
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:

@@ -4,7 +4,7 @@ the server's update.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias
 
@@ -212,6 +212,13 @@ def simulate(
             else None
         )
         preflight.check(algorithm, clients)
+        current().agree(
+            lambda: {
+                "data": clients.outline.hash,
+                "methods": identity(algorithm),
+                "settings": asdict(settings),
+            }
+        )
         _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
         if goes_on is None:
             begins = algorithm, clients, settings, engine or Engine(), before
@@ -253,7 +260,7 @@ def simulate(
         with result.engine.crew(device) as crew:
             here = _OnOneMachine(
                 checkpoint,
-                result.local(data.train, data.splits.get("validation")),
+                result.local(data.splits),
                 data,
                 crew,
                 np.sort(sample),
@@ -365,7 +372,7 @@ def _begun(
     )
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
-            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+            result.local(clients.to(device, dtype).splits).adapt(begin, crew, ids=new)
     return result
 
 

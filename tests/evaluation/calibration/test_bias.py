@@ -102,6 +102,13 @@ def test_a_client_whose_rows_speak_against_a_bias_keeps_none():
     assert (own == 0).all(1).tolist() == [False] * 5 + [True]
 
 
+def test_biases_near_0_are_no_reason_for_a_warning(recwarn: pytest.WarningsRecorder):
+    """Of clients that are alike, rounding and chance give some larger losses on other rows."""
+    own = fit(Bias(), drawn(0.0, 400, 18), Outputs("classification", 3)).own["bias"]
+    assert float(own.abs().max()) < 0.01
+    assert not recwarn.list
+
+
 def test_a_regression_is_refused():
     with pytest.raises(ValueError, match="Bias works on probabilities of classes"):
         fit(Bias(), local(), Outputs("regression", 1))

@@ -194,7 +194,7 @@ def test_a_client_set_aside_predicts_from_its_start(clients, model):
     ids, start = np.array([0, 2]), result.server["w"]["loc"]
     done = (
         replace(result, tolerant=True)
-        .local(clients.train)
+        .local(clients.splits)
         .finetuned(ids, result.state.received(algorithm, ids), 1)
     )
     assert done.diverged.tolist() == [False, True]

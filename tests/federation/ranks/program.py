@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -261,17 +262,28 @@ def found(names: list[str], folder: str) -> dict[str, Any]:
     return json.loads(json.dumps(made, default=repr))
 
 
+def noisy(split: bf.data.ClientData, seed: int) -> bf.data.ClientData:
+    """A split whose inputs have other noise at every rank."""
+    noise = torch.randn(split.x.shape, generator=torch.Generator().manual_seed(seed))
+    return replace(split, x=split.x + noise)
+
+
 def apart() -> list[str]:
-    """What a rank is told of a call that another leaves out, and of one with other options."""
+    """What a rank is told of a call that another leaves out, of one with other options, and of
+    other data, another seed and other rows.
+    """
     result, leads, said = run(fedavg()), bf.rank() == 0, []
     folder = f"{FOLDER[0]}-apart" if leads else None
     for call in (
         lambda: result.predict() if leads else run(fedavg()),
         lambda: run(fedavg(), checkpoint=folder),
+        lambda: run(fedavg(optimiser=bf.optim.SGD(0.1 + bf.rank()))),
+        lambda: run(fedavg(), seed=bf.rank()),
+        lambda: result.predict(noisy(result.data.test, bf.rank())),
     ):
         try:
             call()
-        except LostRankError as error:
+        except (LostRankError, ValueError) as error:
             said.append(str(error))
     return said
 

@@ -88,10 +88,14 @@ def test_ranks_have_the_bits_of_one_process(
             assert sum(steps, Counter()) == Counter(one["steps"])
             assert all(steps)
     calls = ", ".join(["predict", *["simulate"] * (ranks - 1)])
-    inner = ", ".join(["claimed", *["_begun"] * (ranks - 1)])
+    inner = ", ".join(["claimed", *["simulate"] * (ranks - 1)])
     for each in several:
-        for told, names in zip(each["apart"], (calls, inner), strict=True):
+        for told, names in zip(each["apart"][:2], (calls, inner), strict=True):
             assert told.startswith(f"ranks make other calls at once: {names};")
+        for told, other in zip(
+            each["apart"][2:], ("methods", "settings", "rows to predict"), strict=True
+        ):
+            assert told.startswith(f"ranks have other {other}: each must make the same call")
 
 
 def test_a_notebooks_call_on_processes_of_its_own():

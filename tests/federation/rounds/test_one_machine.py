@@ -165,7 +165,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
         AggregationRun(made, first.settings, clients.clients, 1),
     )
     with first.engine.crew(first.device) as crew:
-        transport = OneMachine(first.local(clients.train), first.state, crew, None, None)
+        transport = OneMachine(first.local(clients.splits), first.state, crew, None, None)
         with pytest.raises(error, match=where):
             run_round(rules, first.server, first.round, first.history, transport)
     assert same_bits(state(first), kept)

@@ -1,0 +1,36 @@
+"""Code on the pages has enough contrast."""
+
+import runpy
+from pathlib import Path
+
+from pygments.styles import get_style_by_name
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAPER = {"light": "f8f9fb", "dark": "202020"}  # furo's colours behind code
+
+
+def luminance(colour: str) -> float:
+    """As WCAG 2 defines it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    red, green, blue = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """From 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_that_of_wcag():
+    assert round(contrast("000000", "ffffff"), 6) == 21
+    assert round(contrast("777777", "ffffff"), 2) == 4.48
+
+
+def test_code_can_be_read():
+    """At least 4.5 for every kind of token that one sees."""
+    styles = runpy.run_path(str(DOCS / "conf.py"))
+    for light, name in zip(PAPER, ("pygments_style", "pygments_dark_style"), strict=True):
+        for kind, look in get_style_by_name(styles[name]):
+            if look["color"] and str(kind) != "Token.Text.Whitespace":
+                assert contrast(look["color"], PAPER[light]) >= 4.5, (light, kind)
