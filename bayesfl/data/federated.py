@@ -120,7 +120,6 @@ class FederatedData:
                 f"{self.clients} clients have none): leave such clients out, or use smaller shares "
                 "for the other splits, a larger min_size or fewer clients"
             )
-        self._check_environments()
         self._check_overlap()
 
     def _first_client(self, split: ClientData, places: Tensor) -> str:
@@ -131,11 +130,6 @@ class FederatedData:
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
     def _check_targets(self, name: str, split: ClientData) -> None:
-        if split.y.is_floating_point() != (self.task == "regression"):
-            raise ValueError(
-                f"task {self.task!r} needs {'floats' if self.task == 'regression' else 'int64'} as "
-                f"y, split {name!r} has {split.y.dtype}; convert them, as y.float() does"
-            )
         shape, trained = list(split.y.shape[1:]), list(self.splits["train"].y.shape[1:])
         if shape != trained or (self.task == "regression" and math.prod(shape) != self.outputs):
             raise ValueError(
@@ -164,31 +158,6 @@ class FederatedData:
                     f"{self._first_client(split, places)!r}, split {name!r}; drop those examples "
                     "or fill them in"
                 )
-
-    def _check_environments(self) -> None:
-        train = self.splits["train"]
-        if train.environment is None:
-            return
-        with_some = [split for split in self.splits.values() if split.environments]
-        most = max(split.environments for split in with_some)
-
-        def counted(split: ClientData) -> np.ndarray:
-            assert split.environment is not None
-            client = np.repeat(np.arange(split.clients), split.counts)
-            flat = client * most + split.environment[split.index].cpu().numpy()
-            return np.bincount(flat, minlength=split.clients * most).reshape(-1, most)
-
-        anywhere = np.stack([counted(split) > 0 for split in with_some]).any(0)
-        known = np.where(anywhere, np.arange(1, most + 1), 0).max(1, keepdims=True)
-        missing = np.argwhere((counted(train) == 0) & (np.arange(most) < known))
-        if len(missing):
-            client, environment = missing[0]
-            raise ValueError(
-                f"client {self.client_names[client]!r} has no training example of its environment "
-                f"{environment}, of {known[client, 0]}: number each client's environments from 0 "
-                "without gaps, as np.unique(values, return_inverse=True)[1] does, leave out those "
-                "with too few examples, or use smaller shares for the other splits"
-            )
 
     def _check_overlap(self) -> None:
         train = self.splits["train"]

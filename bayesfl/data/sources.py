@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.targets import Task
-from bayesfl.data.names import named_classes
 
 LABEL_REMEDY = (
     "number the classes from 0 up, or pass outputs= one above the largest; leave out examples "
@@ -88,8 +87,6 @@ class Source:
     scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.class_names is not None:
-            object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
         if self.task == "classification":
             wrong = ((self.y < 0) | (self.y >= self.outputs)).nonzero()
             if len(wrong):

@@ -221,7 +221,7 @@ def _task_of(targets: Sequence[Tensor]) -> Task:
 
 
 def _check_labels(targets: Sequence[Tensor]) -> None:
-    """Check that the clients' labels are whole numbers, and no column.
+    """Check that the clients' labels are whole numbers.
 
     Raises:
         ValueError: They are not.
@@ -231,11 +231,6 @@ def _check_labels(targets: Sequence[Tensor]) -> None:
             f"task 'classification' needs whole numbers as labels, y holds {bad} that are NaN, "
             "infinite or fractions: leave out the rows of examples without a label, put -100 in "
             "place of one of several labels of an example, or pass task='regression'"
-        )
-    if column := next((list(y.shape) for y in targets if y.shape[1:] == (1,)), None):
-        raise ValueError(
-            f"labels must be [n], or [n, T] for several of each example, got {column}; a column "
-            "becomes labels by y.ravel()"
         )
 
 

@@ -50,16 +50,8 @@ def items(
                 return _pair(item)
             return {key: _tensor(item[key])[None] for key in columns}
 
-    one: Rows | None = None
     for i in range(len(dataset)):
         row = row_of(i)
-        one = row if one is None else one
-        shapes, usual = ({key: list(t.shape[1:]) for key, t in of.items()} for of in (row, one))
-        if columns is None and shapes != usual:
-            raise ValueError(
-                f"{name} must have items of one shape: item {i} has {shapes}, item 0 has "
-                f"{usual}; reshape, crop or pad them alike"
-            )
         if i < AGAIN:
             again = row_of(i)
             if any(

@@ -71,8 +71,6 @@ def from_datasets(
         raise ValueError(
             f"test must have one data set for each of {len(given)} clients, got {len(held)}"
         )
-    if empty := [name for name, one in given if not len(one)]:
-        raise ValueError(f"{empty[0]} is empty: leave that client out")
     columns = (
         None
         if inputs is None

@@ -120,7 +120,6 @@ class Drawn:
             {"inputs": "x", "target": "y"},
             r"other numbers when item 0 is read again.*augmented",
         ),
-        ([[]], {"inputs": "x", "target": "y"}, r"datasets\[0\] is empty"),
         (
             [[{"x": np.ones((2, k)), "y": 0} for k in (1, 2)]],
             {"inputs": "x", "target": "y"},
