@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.display.html import preview
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
@@ -95,29 +93,6 @@ class Predictions:
         tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shown.items())
         drawn = "" if none else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
-
-    def _repr_html_(self) -> str:
-        if self.mask.dim() == 2:
-            names = known_names(self.names, len(self.mask))
-            columns: dict[str, Any] = {"client": names, "rows": self.mask.sum(1).numpy()}
-            if self.probs is not None and self.labels is not None:
-                rows, clients, _ = by_place(*self.rows())
-                top = present(rows.probs).max(-1)
-                columns["accuracy"] = clients.mean(top.indices == rows.labels).numpy()
-                columns["mean confidence"] = clients.mean(top.values).numpy()
-            return preview(columns, repr(self))
-        if self.probs is None:
-            found = [("mean", self.mean), ("lower", self.lower), ("upper", self.upper)]
-            numbers = {name: t[:, 0].numpy() for name, t in found if t is not None}
-            return preview({"row": np.arange(len(self.mask)), **numbers}, repr(self))
-        top = self.probs.flatten(0, -2).max(-1)
-        names = self.class_names or range(self.probs.shape[-1])
-        columns = {
-            "row": np.arange(len(top.indices)),
-            "class": [names[c] for c in top.indices.tolist()],
-            "probability": top.values.numpy(),
-        }
-        return preview(columns, repr(self))
 
     @property
     def tensors(self) -> Tensors:

@@ -1,4 +1,4 @@
-"""What notebooks show of data, methods, runs and predictions: tables, with names escaped."""
+"""What notebooks show of data, methods and runs: tables, with names escaped."""
 
 from dataclasses import replace
 
@@ -47,16 +47,3 @@ def test_a_run(run: Result):
     for found in (run._repr_html_(), run.history._repr_html_()):
         assert f'data-value="{last}"' in found
     assert "Result(12 clients of digits, round 2 of 2)" in run._repr_html_()
-
-
-def test_predictions(run: Result):
-    """Of all clients their rows, of one client its classes; of numbers their means."""
-    found = run.predict()
-    assert "&lt;Basel&gt;" in found._repr_html_()
-    right = run.table()["accuracy"].iloc[0]
-    assert f'data-value="{right}"' in found._repr_html_()
-    one = found.client(0)
-    assert one.probs is not None
-    assert f'data-value="{float(one.probs[0].max())}"' in one._repr_html_()
-    mean = replace(one, probs=None, mean=one.probs, variance=one.probs)
-    assert f'data-value="{float(one.probs[0, 0])}"' in mean._repr_html_()

@@ -101,7 +101,6 @@ class Recipe(Protocol[P]):
         self, source: SourceName = "digits", *args: P.args, **kwargs: P.kwargs
     ) -> FederatedData:
         """Make a federation."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
