@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.described import described
-from bayesfl.base.display.html import preview
 from bayesfl.base.display.sheet import Sheet
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.options import Count, declared, suggests
@@ -85,16 +84,6 @@ class FederatedData:
             else ""
         )
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
-
-    def _repr_html_(self) -> str:
-        return preview(self._columns(), repr(self))
-
-    def _columns(self) -> dict[str, Any]:
-        columns: dict[str, Any] = {"client": self.client_names} | self.counts
-        if (labels := self.label_counts) is not None and self.outputs <= 20:
-            names = self.class_names or range(self.outputs)
-            columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
-        return columns
 
     def __post_init__(self) -> None:
         ordered("client_names", self.client_names, "pass a list in the order of the clients")
@@ -475,4 +464,8 @@ class FederatedData:
         the training data if it has at most 20.
         """
         about = f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"
-        return str(Sheet(self._columns(), notes=(about,)))
+        columns: dict[str, Any] = {"client": self.client_names} | self.counts
+        if (labels := self.label_counts) is not None and self.outputs <= 20:
+            names = self.class_names or range(self.outputs)
+            columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
+        return str(Sheet(columns, notes=(about,)))

@@ -162,8 +162,9 @@ class Predictions:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
         `split`, over clients that have rows.
 
-        Classes by `classification_summary`, label by label where an example has several; numbers by
-        `regression_summary`, under the likelihood's distribution; intervals by `interval_summary`.
+        Classes by `classification_summary`, label by label where an example has several; of
+        numbers, under the likelihood's distribution, `rmse`, `nll`, `crps`, `coverage_50` and
+        `coverage_90`; intervals by `interval_summary`.
         With conformal sets or intervals, also `coverage`, the share of examples whose set contains
         the label, or whose intervals contain all targets, and `set_size`, the mean number of
         classes, or `width`. After `Abstention`, also `answered`, the share of examples with an

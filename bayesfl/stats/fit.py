@@ -19,7 +19,6 @@ from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
 from bayesfl.stats.asking import Answered, Sites, with_likelihood
@@ -431,25 +430,6 @@ class Fit(Compared):
             ValueError: The fit makes no means, a site must be named, or its intercept is not here.
         """
         return self._asked("predict", frame, site)
-
-    def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
-        """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
-        the parameters by name.
-
-        Args:
-            draws: Number of draws.
-            seed: Seed of the draws.
-        """
-        import arviz
-
-        found = generator(seed, Purpose.POSTERIOR).multivariate_normal(
-            self.estimate.numpy(), self.covariance.numpy(), draws
-        )
-        return arviz.from_dict(
-            {"coefficient": found[None]},
-            coords={"term": list(self.names)},
-            dims={"coefficient": ["term"]},
-        )
 
     def diagnostics(self, level: float = 0.95) -> Diagnostics:
         """Return deviance, calibration and concordance of a regression: the sites are asked once

@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
-from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
@@ -118,10 +117,6 @@ class Result(Run):
             f"Result({self.known.clients} clients of {source}, round {self.round} of "
             f"{self.settings.rounds}; {self.history}{laplace}{steps})"
         )
-
-    def _repr_html_(self) -> str:
-        told = repr(self).replace(f"; {self.history}", "")
-        return f"<p>{text(told)}</p>{self.history._repr_html_()}"
 
     @property
     def data(self) -> FederatedData:
