@@ -214,9 +214,6 @@ class Quantiles:
         targets.check(self, "regression")
         return (2 * targets.count,)
 
-    def _shares(self) -> tuple[float, float]:
-        return (1 - self.level) / 2, (1 + self.level) / 2
-
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [...,
         B] where O is 1, else [..., B, O].
@@ -228,7 +225,11 @@ class Quantiles:
         ends = _ends(outputs)
         y = _rows(y, ends[0])
         away = [y - q for q in ends]
-        low, high = (-_under(r, a) for r, a in zip(away, self._shares(), strict=True))
+        shares = (1 - self.level) / 2, (1 + self.level) / 2
+        low, high = (  # share - 1[residual < 0]
+            -torch.where(residual < 0, share - 1, share).to(residual)
+            for residual, share in zip(away, shares, strict=True)
+        )
         return -(low * away[0] + high * away[1]).sum(-1), torch.cat(
             [low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1
         )
@@ -251,11 +252,6 @@ def _ends(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and the upper ends of intervals, [..., O] each."""
     lower, raw = outputs.chunk(2, -1)
     return lower, lower + F.softplus(raw)
-
-
-def _under(residual: Tensor, share: float) -> Tensor:
-    """Return share - 1[residual < 0]."""
-    return torch.where(residual < 0, share - 1, share).to(residual)
 
 
 def _moments(means: Tensor, variances: Tensor | float) -> Tensors:

@@ -318,35 +318,44 @@ class Sites(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the sites."""
+        ...
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns of the design."""
+        ...
 
     @property
     def terms(self) -> tuple[Any, ...]:
         """Return the terms of the design."""
+        ...
 
     @property
     def offset(self) -> str | None:
         """Return the column of what is added to linear predictors; None where there is none."""
+        ...
 
     @property
     def over(self) -> str | None:
         """Return the network over which they are asked; None on this machine."""
+        ...
 
     @property
     def weighing(self) -> Weighing:
         """Return what the weights of rows are."""
+        ...
 
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p]."""
+        ...
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
         """Return how a question is put to all sites."""
+        ...
 
     def only(self, names: Any) -> "Sites":
         """Return some of the sites."""
+        ...
 
 
 class Questions:

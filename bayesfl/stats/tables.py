@@ -29,7 +29,6 @@ from bayesfl.stats.terms import (
     column_of,
     is_number,
     numbers,
-    term_of,
 )
 
 DEFAULT = Policy()
@@ -369,7 +368,9 @@ def tables(
         policy = _by_text(policy)
         if strangers := sorted({*policy} - {*frames}):
             raise ValueError(f"policy= names {strangers[0]!r}; the sites are {sorted(frames)}")
-    parts: tuple[Any, ...] = tuple(term_of(term) for term in terms)
+    parts: tuple[Any, ...] = tuple(
+        term if hasattr(term, "columns") else Number(str(term)) for term in terms
+    )
     sources: tuple[str, ...] = () if outcome is None else (outcome,)
     if formula is not None:
         right, left = formula_of(formula, frames)

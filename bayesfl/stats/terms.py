@@ -100,11 +100,6 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
     return Levels(column, found)
 
 
-def term_of(given: Any) -> Any:
-    """Return a term; of the name of a column, which is text, the column of numbers."""
-    return given if hasattr(given, "columns") else Number(str(given))
-
-
 def is_number(given: Any) -> bool:
     """Return whether a column holds numbers or truth values; text of digits is none."""
     if given.dtype == object:

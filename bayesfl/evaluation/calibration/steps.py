@@ -28,6 +28,7 @@ class Step(Survey[LocalPredictions], Protocol):
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' own parameters, [J, ...], by the survey's last state."""
+        ...
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return changed predictions.
@@ -37,6 +38,7 @@ class Step(Survey[LocalPredictions], Protocol):
             own: The clients' own parameters, [J, ...].
             local: The predictions to change, and whose they are; labels are not read.
         """
+        ...
 
 
 @dataclass(frozen=True)
