@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.described import described
-from bayesfl.base.display.html import preview
 from bayesfl.base.display.sheet import Sheet
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.options import Count, declared, suggests
@@ -86,16 +85,6 @@ class FederatedData:
         )
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
 
-    def _repr_html_(self) -> str:
-        return preview(self._columns(), repr(self))
-
-    def _columns(self) -> dict[str, Any]:
-        columns: dict[str, Any] = {"client": self.client_names} | self.counts
-        if (labels := self.label_counts) is not None and self.outputs <= 20:
-            names = self.class_names or range(self.outputs)
-            columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
-        return columns
-
     def __post_init__(self) -> None:
         ordered("client_names", self.client_names, "pass a list in the order of the clients")
         if self.class_names is not None:
@@ -120,7 +109,6 @@ class FederatedData:
                 f"{self.clients} clients have none): leave such clients out, or use smaller shares "
                 "for the other splits, a larger min_size or fewer clients"
             )
-        self._check_environments()
         self._check_overlap()
 
     def _first_client(self, split: ClientData, places: Tensor) -> str:
@@ -131,11 +119,6 @@ class FederatedData:
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
     def _check_targets(self, name: str, split: ClientData) -> None:
-        if split.y.is_floating_point() != (self.task == "regression"):
-            raise ValueError(
-                f"task {self.task!r} needs {'floats' if self.task == 'regression' else 'int64'} as "
-                f"y, split {name!r} has {split.y.dtype}; convert them, as y.float() does"
-            )
         shape, trained = list(split.y.shape[1:]), list(self.splits["train"].y.shape[1:])
         if shape != trained or (self.task == "regression" and math.prod(shape) != self.outputs):
             raise ValueError(
@@ -164,31 +147,6 @@ class FederatedData:
                     f"{self._first_client(split, places)!r}, split {name!r}; drop those examples "
                     "or fill them in"
                 )
-
-    def _check_environments(self) -> None:
-        train = self.splits["train"]
-        if train.environment is None:
-            return
-        with_some = [split for split in self.splits.values() if split.environments]
-        most = max(split.environments for split in with_some)
-
-        def counted(split: ClientData) -> np.ndarray:
-            assert split.environment is not None
-            client = np.repeat(np.arange(split.clients), split.counts)
-            flat = client * most + split.environment[split.index].cpu().numpy()
-            return np.bincount(flat, minlength=split.clients * most).reshape(-1, most)
-
-        anywhere = np.stack([counted(split) > 0 for split in with_some]).any(0)
-        known = np.where(anywhere, np.arange(1, most + 1), 0).max(1, keepdims=True)
-        missing = np.argwhere((counted(train) == 0) & (np.arange(most) < known))
-        if len(missing):
-            client, environment = missing[0]
-            raise ValueError(
-                f"client {self.client_names[client]!r} has no training example of its environment "
-                f"{environment}, of {known[client, 0]}: number each client's environments from 0 "
-                "without gaps, as np.unique(values, return_inverse=True)[1] does, leave out those "
-                "with too few examples, or use smaller shares for the other splits"
-            )
 
     def _check_overlap(self) -> None:
         train = self.splits["train"]
@@ -506,4 +464,8 @@ class FederatedData:
         the training data if it has at most 20.
         """
         about = f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"
-        return str(Sheet(self._columns(), notes=(about,)))
+        columns: dict[str, Any] = {"client": self.client_names} | self.counts
+        if (labels := self.label_counts) is not None and self.outputs <= 20:
+            names = self.class_names or range(self.outputs)
+            columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
+        return str(Sheet(columns, notes=(about,)))

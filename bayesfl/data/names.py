@@ -76,8 +76,8 @@ def named_clients(
                 )
     if twice := [name for name, count in Counter(named).items() if count > 1]:
         raise ValueError(
-            f"names must differ, {twice[:10]} are given to several clients each; add a number to "
-            "them"
+            f"names must differ, {twice[:10]} are of several clients each: add a number to them, "
+            "or give one client's rows one id, as [str(i) for i in client_ids] does"
         )
     for places in places_of(name.strip().casefold() for name in named).values():
         if len(places) > 1:

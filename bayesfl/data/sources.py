@@ -2,14 +2,11 @@
 licences.
 """
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bayesfl.base.targets import Task
-from bayesfl.data.names import named_classes
 
 LABEL_REMEDY = (
     "number the classes from 0 up, or pass outputs= one above the largest; leave out examples "
@@ -88,8 +85,6 @@ class Source:
     scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.class_names is not None:
-            object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
         if self.task == "classification":
             wrong = ((self.y < 0) | (self.y >= self.outputs)).nonzero()
             if len(wrong):
@@ -98,58 +93,6 @@ class Source:
                     f"labels must lie within [0, {self.outputs}), y has {int(self.y[row])} in row "
                     f"{row}: {LABEL_REMEDY}"
                 )
-
-    @classmethod
-    def from_parts(
-        cls,
-        x_train: Tensor,
-        y_train: Tensor,
-        x_test: Tensor,
-        y_test: Tensor,
-        *,
-        name: str,
-        outputs: int | None = None,
-        task: Task | None = None,
-        class_names: tuple[str, ...] | None = None,
-        superclasses: tuple[tuple[int, ...], ...] | None = None,
-    ) -> "Source":
-        """Make a source of your own tensors, which any recipe can divide; whole numbers among the
-        inputs stay whole numbers.
-
-        Args:
-            x_train: Inputs [N, ...] of the training part.
-            y_train: Integer labels [N], or float targets [N] or [N, O], of the training part.
-            x_test: Inputs of the test part.
-            y_test: Labels or targets of the test part.
-            name: The data set's name.
-            outputs: Number of classes or targets; None for one more than the largest label, or the
-                number of targets.
-            task: `classification` or `regression`; None for regression if the labels are floats,
-                else classification.
-            class_names: One name for each class.
-            superclasses: Classes grouped by meaning, in groups of one size.
-
-        Raises:
-            TypeError: Inputs are no tensor: give several inputs to `from_arrays`.
-            ValueError: The parts do not fit each other, or a label is outside [0, `outputs`).
-        """
-        y, x = torch.cat([y_train, y_test]), torch.cat([x_train, x_test])
-        task = task or ("regression" if y.is_floating_point() else "classification")
-        y = y.long() if task == "classification" else y.float()
-        if outputs is None:
-            outputs = (
-                max(int(y.max()) + 1, 1) if task == "classification" else math.prod(y.shape[1:])
-            )
-        return cls(
-            x=x.float() if x.is_floating_point() else x,
-            y=y,
-            train=len(x_train),
-            outputs=outputs,
-            task=task,
-            info=SourceInfo(name=name),
-            class_names=class_names,
-            superclasses=superclasses,
-        )
 
     @property
     def x_train(self) -> Tensor:

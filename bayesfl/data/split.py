@@ -24,14 +24,9 @@ from bayesfl.base.inputs import (
 )
 from bayesfl.base.numerics import finite
 from bayesfl.data.mapped import mapped
-from bayesfl.data.tensors import not_finite
 
 Change: TypeAlias = Callable[[Any], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
-
-
-_SINCE = "its file, or the array, has changed since the data were made; mend it, and make them anew"
-_AT_ONCE = 2**24  # bytes of inputs that are looked at at once
 
 
 def all_finite(change: str, made: Inputs, given: Inputs) -> Inputs:
@@ -45,7 +40,8 @@ def all_finite(change: str, made: Inputs, given: Inputs) -> Inputs:
             raise ValueError(
                 f"{what} holds NaN or infinite numbers "
                 + (
-                    f"as x does: {_SINCE}"
+                    "as x does: its file, or the array, has changed since the data were made; mend "
+                    "it, and make them anew"
                     if any(t.is_floating_point() and not finite(t) for _, t in named(given))
                     else "for rows that hold none: guard divisions and logarithms, as by "
                     "x.clamp(1e-6)"
@@ -257,19 +253,6 @@ class ClientData:
         """
         rows = self.rows(j)
         return replace(self, transform=None).take(rows) if raw else self.take(rows), self.y[rows]
-
-    def gone_bad(self, j: int) -> str:
-        """Say which of client j's inputs are not finite any more, as where a mapped file has
-        changed since the data were made; empty where all are.
-        """
-        raw = replace(self, transform=None)
-        for rows in self.rows(j).split(max(1, _AT_ONCE // raw.row_bytes)):
-            for what, t in named(raw.take(rows)):
-                if (bad := not_finite(t)) is not None:
-                    return (
-                        f"{what} holds NaN or infinite numbers in row {int(rows[bad][0])}: {_SINCE}"
-                    )
-        return ""
 
     def alone(self, j: int) -> "ClientData":
         """Return a split in which client j has its number and copies of its rows, and all other

@@ -4,11 +4,9 @@ import numpy as np
 import torch
 
 from bayesfl.base.protocols import Likelihood, Tensors
-from bayesfl.base.warning import warn
 from bayesfl.data import ClientData
-from bayesfl.data.outline import known_names
 from bayesfl.evaluation.metrics.clients import Segments
-from bayesfl.evaluation.predictions import Predictions, broken
+from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
 
 
@@ -61,14 +59,4 @@ class Collector:
             likelihood=self._likelihood,
             **tensors,  # pyright: ignore[reportArgumentType] (tensors alone)
         )
-        bad = broken({name: tensors[name] for name in self._tensors})
-        if bad.any():
-            row = int(bad.nonzero()[0])
-            j = int(clients.owner[row])
-            warn(
-                f"the predictions for {int(bad.sum())} examples are not finite, the first that of "
-                f"row {row - int(clients.starts[j])} of client "
-                f"{known_names(self._names, split.clients)[j]!r}, so that measures are NaN; look "
-                "at these inputs, or at the weights",
-            )
         return LocalPredictions(rows, clients, ids, seed, round)

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from bayesfl.base.display.html import preview
 from bayesfl.base.options import nearest
-from bayesfl.evaluation.report import better, in_prose
+from bayesfl.evaluation.report import better
 
 HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
@@ -159,18 +158,6 @@ class History:
                 )
             lowest = which == "lower"
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
-
-    def _repr_html_(self) -> str:
-        measured = [row for row in self.rows if any(measure in row for measure in HEADLINES)]
-        last = (measured or self.rows)[-10:]
-        shown = [
-            name
-            for name in self.columns
-            if name in ("round", "cohort", "train_nll")
-            or (name.startswith(("personal_", "validation_")) and "pooled" not in name)
-        ]
-        columns = {in_prose(name): [row.get(name) for row in last] for name in shown}
-        return preview(columns, f"History of {len(self)} rounds, the last that were evaluated")
 
     def __repr__(self) -> str:
         measured = [row for row in self.rows if any(measure in row for measure in HEADLINES)]

@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.display.html import preview
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
@@ -96,29 +94,6 @@ class Predictions:
         drawn = "" if none else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
 
-    def _repr_html_(self) -> str:
-        if self.mask.dim() == 2:
-            names = known_names(self.names, len(self.mask))
-            columns: dict[str, Any] = {"client": names, "rows": self.mask.sum(1).numpy()}
-            if self.probs is not None and self.labels is not None:
-                rows, clients, _ = by_place(*self.rows())
-                top = present(rows.probs).max(-1)
-                columns["accuracy"] = clients.mean(top.indices == rows.labels).numpy()
-                columns["mean confidence"] = clients.mean(top.values).numpy()
-            return preview(columns, repr(self))
-        if self.probs is None:
-            found = [("mean", self.mean), ("lower", self.lower), ("upper", self.upper)]
-            numbers = {name: t[:, 0].numpy() for name, t in found if t is not None}
-            return preview({"row": np.arange(len(self.mask)), **numbers}, repr(self))
-        top = self.probs.flatten(0, -2).max(-1)
-        names = self.class_names or range(self.probs.shape[-1])
-        columns = {
-            "row": np.arange(len(top.indices)),
-            "class": [names[c] for c in top.indices.tolist()],
-            "probability": top.values.numpy(),
-        }
-        return preview(columns, repr(self))
-
     @property
     def tensors(self) -> Tensors:
         """Return the tensors that there are, by name."""
@@ -187,8 +162,9 @@ class Predictions:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
         `split`, over clients that have rows.
 
-        Classes by `classification_summary`, label by label where an example has several; numbers by
-        `regression_summary`, under the likelihood's distribution; intervals by `interval_summary`.
+        Classes by `classification_summary`, label by label where an example has several; of
+        numbers, under the likelihood's distribution, `rmse`, `nll`, `crps`, `coverage_50` and
+        `coverage_90`; intervals by `interval_summary`.
         With conformal sets or intervals, also `coverage`, the share of examples whose set contains
         the label, or whose intervals contain all targets, and `set_size`, the mean number of
         classes, or `width`. After `Abstention`, also `answered`, the share of examples with an

@@ -185,9 +185,8 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     Raises:
         TypeError: A part of `obj` is none of these.
     """
-    atomic_write(
-        path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    plain = json.loads(json.dumps(obj, default=_jsonable), parse_constant=lambda _: None)
+    atomic_write(path, json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
 
 
 def environment() -> dict[str, Any]:
@@ -271,16 +270,6 @@ def _plain(value: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        return _jsonable(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)  # pyright: ignore[reportArgumentType] (an instance)

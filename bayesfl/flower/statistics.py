@@ -39,7 +39,7 @@ from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.kept.ledger import Ledger
 from bayesfl.stats.policy import Policy, Put, Refusal
 from bayesfl.stats.tables import Tables, Weighing, design
-from bayesfl.stats.terms import Interaction, Levels, Number
+from bayesfl.stats.terms import Levels, Number
 
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]
@@ -332,7 +332,7 @@ class RemoteSites:
 
     grid: Grid
     nodes: Mapping[str, int]
-    terms: tuple[Number | Levels | Interaction | Formula, ...]
+    terms: tuple[Number | Levels | Formula, ...]
     offset: str | None
     weighing: Weighing
     timeout: float

@@ -3,7 +3,7 @@
 Whether an objective takes their sum or mean over a client's data is decided by the energy.
 """
 
-from bayesfl.likelihoods.classes import Bernoulli, Categorical, Ordinal
+from bayesfl.likelihoods.classes import Bernoulli, Categorical
 from bayesfl.likelihoods.labels import MultiLabel, Tokens
 from bayesfl.likelihoods.numbers import Gaussian, Poisson, Quantiles
 
@@ -12,7 +12,6 @@ __all__ = [
     "Categorical",
     "Gaussian",
     "MultiLabel",
-    "Ordinal",
     "Poisson",
     "Quantiles",
     "Tokens",

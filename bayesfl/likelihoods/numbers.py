@@ -4,15 +4,17 @@ quantiles.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.options import PROBABILITY, declared, listed, number
+from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
+
+DEVIATION = Range(0, why="it is one standard deviation for all targets")
 
 
 def _rows(y: Tensor, outputs: Tensor) -> Tensor:
@@ -22,22 +24,8 @@ def _rows(y: Tensor, outputs: Tensor) -> Tensor:
     return y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y
 
 
-def _deviation(name: str, value: Any) -> float:
-    """Return a standard deviation as a float.
-
-    Raises:
-        ValueError: It is no number, or not > 0 and finite.
-    """
-    found = number(name, value)
-    if not 0 < found < math.inf:
-        raise ValueError(
-            f"{name} is one standard deviation for all targets and must be > 0 and finite, got "
-            f"{value}"
-        )
-    return found
-
-
 @dataclass(frozen=True)
+@declared(idle={("scale", float): ("floor",)})
 class Gaussian:
     """The likelihood of targets [..., O] with a normal distribution: of one known standard
     deviation, or of one that the network gives.
@@ -67,23 +55,14 @@ class Gaussian:
         2.112
     """
 
-    scale: float | Literal["learned"] = 1.0
-    floor: float | None = None
+    scale: Annotated[float | Literal["learned"], DEVIATION] = 1.0
+    floor: Annotated[float | None, DEVIATION] = None
     task = "regression"
     distribution = "normal"
 
     def __post_init__(self) -> None:
-        scale = listed(self.scale)
-        if scale == "learned":
-            floor = 0.2 if self.floor is None else self.floor
-            object.__setattr__(self, "floor", _deviation("floor", floor))
-            return
-        if self.floor is not None:
-            raise ValueError(
-                f"floor is for scale='learned', got floor={self.floor} beside scale={scale!r}; "
-                "leave it out"
-            )
-        object.__setattr__(self, "scale", _deviation("scale", scale))
+        if self.scale == "learned" and self.floor is None:
+            object.__setattr__(self, "floor", 0.2)
 
     @property
     def known(self) -> float:
@@ -235,9 +214,6 @@ class Quantiles:
         targets.check(self, "regression")
         return (2 * targets.count,)
 
-    def _shares(self) -> tuple[float, float]:
-        return (1 - self.level) / 2, (1 + self.level) / 2
-
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [...,
         B] where O is 1, else [..., B, O].
@@ -249,7 +225,11 @@ class Quantiles:
         ends = _ends(outputs)
         y = _rows(y, ends[0])
         away = [y - q for q in ends]
-        low, high = (-_under(r, a) for r, a in zip(away, self._shares(), strict=True))
+        shares = (1 - self.level) / 2, (1 + self.level) / 2
+        low, high = (  # share - 1[residual < 0]
+            -torch.where(residual < 0, share - 1, share).to(residual)
+            for residual, share in zip(away, shares, strict=True)
+        )
         return -(low * away[0] + high * away[1]).sum(-1), torch.cat(
             [low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1
         )
@@ -272,11 +252,6 @@ def _ends(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and the upper ends of intervals, [..., O] each."""
     lower, raw = outputs.chunk(2, -1)
     return lower, lower + F.softplus(raw)
-
-
-def _under(residual: Tensor, share: float) -> Tensor:
-    """Return share - 1[residual < 0]."""
-    return torch.where(residual < 0, share - 1, share).to(residual)
 
 
 def _moments(means: Tensor, variances: Tensor | float) -> Tensors:

@@ -26,7 +26,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     """
     refuse_changed(algorithm.model)
     check_original(algorithm.model)
-    width = likelihoods.width(algorithm.likelihood, data)
+    width = algorithm.likelihood.width(data.targets)
     trial = algorithm.trial(data.train)
     outputs = models.outputs(algorithm, data, trial, width)
     models.check_numbers(algorithm, data)
@@ -35,7 +35,6 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     likelihoods.check_slope(
         algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu()
     )
-    likelihoods.warn_of_targets(algorithm.likelihood, data)
     methods.check_followed(algorithm)
     models.warn_if_asleep(algorithm)
     methods.warn_of_losses(algorithm)

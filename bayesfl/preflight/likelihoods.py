@@ -6,40 +6,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Likelihood
-from bayesfl.base.warning import warn
-from bayesfl.data import FederatedData
-from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS
-
-FAR_TARGETS = 10.0
-"""Root mean square of targets beyond which a learned scale gives a warning."""
-
-
-def width(likelihood: Likelihood, data: FederatedData) -> tuple[int, ...]:
-    """Return the shape of the outputs that a likelihood reads for one example.
-
-    Raises:
-        ValueError: It is for other data, or has a distribution by which no measure is known.
-    """
-    if (kind := getattr(likelihood, "distribution", "normal")) not in DISTRIBUTIONS:
-        raise ValueError(
-            f"likelihood {type(likelihood).__name__} has distribution={kind!r}, by which measures "
-            f"are computed; take one of {list(DISTRIBUTIONS)}"
-        )
-    return likelihood.width(data.targets)
-
-
-def warn_of_targets(likelihood: Likelihood, data: FederatedData) -> None:
-    """Warn if a likelihood learns its scale and the targets are far from standardised."""
-    if getattr(likelihood, "scale", None) != "learned":
-        return
-    y = data.train.y[data.train.index].double()
-    if float(y.square().mean().sqrt()) > FAR_TARGETS:
-        warn(
-            f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation "
-            f"of {float(y.std()):.3g}, and a learned scale begins near 1 around 0, from which it "
-            "may not find back: standardise them, as (y - y.mean()) / y.std() of training rows, "
-            "and scale predictions back",
-        )
 
 
 def check_slope(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> None:

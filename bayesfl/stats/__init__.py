@@ -15,7 +15,7 @@ from bayesfl.stats.survival.curves import KaplanMeier, kaplan_meier, logrank
 from bayesfl.stats.survival.piecewise import piecewise
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.tables import Tables, tables
-from bayesfl.stats.terms import interaction, levels
+from bayesfl.stats.terms import levels
 
 __all__ = [
     "Description",
@@ -30,7 +30,6 @@ __all__ = [
     "densities",
     "describe",
     "glm",
-    "interaction",
     "kaplan_meier",
     "levels",
     "logrank",

@@ -19,7 +19,6 @@ from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.display.sheet import Sheet, of_frame
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
 from bayesfl.stats.asking import Answered, Sites, with_likelihood
@@ -232,8 +231,6 @@ class Refits(Answered, ABC):
         return self._refitted(parts, term, level)
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
-        if term not in self.names:
-            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
         rows: dict[str, dict[str, Any]] = {}
         for name, sites in parts.items():
             try:
@@ -434,25 +431,6 @@ class Fit(Compared):
         """
         return self._asked("predict", frame, site)
 
-    def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
-        """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
-        the parameters by name.
-
-        Args:
-            draws: Number of draws.
-            seed: Seed of the draws.
-        """
-        import arviz
-
-        found = generator(seed, Purpose.POSTERIOR).multivariate_normal(
-            self.estimate.numpy(), self.covariance.numpy(), draws
-        )
-        return arviz.from_dict(
-            {"coefficient": found[None]},
-            coords={"term": list(self.names)},
-            dims={"coefficient": ["term"]},
-        )
-
     def diagnostics(self, level: float = 0.95) -> Diagnostics:
         """Return deviance, calibration and concordance of a regression: the sites are asked once
         more, and for the model of intercepts alone.
@@ -530,30 +508,6 @@ class Fit(Compared):
             [0.81, 0.37]
         """
         return self._asked("survival", frame, level)
-
-    def own_slopes(self) -> Any:
-        """Return for each site how much more likely the rows are if its coefficients are its own,
-        as a series of pandas: log Bayes factors in nats, by Laplace's evidence, of a model where
-        the site's coefficients have the same prior as those that the others share.
-
-        Raises:
-            ValueError: The fit is none of `glm` with a prior, or its family has parameters of its
-                own, which have none.
-
-        Example:
-            >>> import pandas as pd
-            >>> import bayesfl as bf
-            >>> a = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
-            >>> frames = {"a": a, "b": a, "c": a.assign(ill=a["dose"] > 1)}
-            >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
-            >>> fit = bf.stats.glm(sites, family="binomial", intercept="per_site", prior=2.5)
-            >>> fit.own_slopes().round(1)
-            a     1.2
-            b     1.2
-            c    16.1
-            dtype: float64
-        """
-        return self._asked("own_slopes")
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data

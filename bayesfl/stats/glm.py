@@ -611,22 +611,12 @@ def regression(
         null = replace(survey, columns=0, prior=None, centre=(), scale=())
         return diagnose(asked.again(), survey, null, state, plain, rows, level, counts=counts)
 
-    def own_slopes() -> Any:
-        def evidence(names: Sequence[str]) -> float:
-            return _evidence(survey, asked.again(names).conduct(survey), len(names))
-
-        whole = evidence(kept)
-        others = {site: evidence([name for name in kept if name != site]) for site in kept}
-        return pandas.Series({site: evidence([site]) + others[site] - whole for site in kept})
-
     further: dict[str, Any] = {
         "used rows": lambda key: used_rows(asked.again(), key),
         "predict": predict,
     }
     if sites.weighing != "probability":
         further["diagnostics"] = diagnostics
-    if prior is not None and not rule.own and len(kept) > 1:
-        further["own_slopes"] = own_slopes
     return Fit(
         model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
         + (f", prior {prior:g}" if prior is not None else ""),

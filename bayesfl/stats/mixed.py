@@ -704,29 +704,6 @@ class Mixed(Compared):
             f"{'restricted ' * self.restricted}log likelihood": self.log_likelihood,
         }
 
-    def to_arviz(self) -> Any:
-        """Return the draws as ArviZ's InferenceData: `beta` by term, `tau` by effect, correlations
-        by name, and `own` by site and term, of sites as a whole.
-        """
-        import arviz
-
-        named = {k: v for level in self.levels for k, v in level.named(level.covariance).items()}
-        tau = [name.removeprefix("tau ") for name in named if name.startswith("tau ")]
-        rest = {name: t for name, t in named.items() if not name.startswith("tau ")}
-        draws = {"beta": self.shared, "tau": self.tau, **rest, **self.others}
-        coords: dict[str, list[str]] = {"term": list(self.names), "effect": tau}
-        dims = {"beta": ["term"], "tau": ["effect"]}
-        whole = {
-            site: t[:, 0]
-            for site, t in self.own.items()
-            if t.shape[1] == 1 or self.groups[site][0] == WHOLE
-        }
-        if whole:
-            draws["own"] = torch.stack(list(whole.values()), 1)
-            coords["site"], dims["own"] = list(whole), ["site", "term"]
-        arrays = {name: t[None].numpy() for name, t in draws.items()}
-        return arviz.from_dict(arrays, coords=coords, dims=dims)
-
     def predict(
         self, frame: Any, *, site: str | None = None, group: Any = None, seed: int = 0
     ) -> Tensor:

@@ -329,9 +329,8 @@ def _categories(site: "Site", question: Question) -> list[str]:
     """Return the columns of categories, and of groups, of two values or of none that are numbers
     among those that a question names.
     """
-    terms = question.tables.terms
-    inner: list[Any] = [one for term in terms for one in getattr(term, "terms", (term,))]
-    found = {one.column for one in inner if hasattr(one, "levels")}
+    terms: Any = question.tables.terms
+    found = {one.column for one in terms if hasattr(one, "levels")}
     named = question.named(site)
     found |= {getattr(part, "group", None) for part in question.parts} & named
     return sorted(found | {name for name in named - found if site.is_category(name)})

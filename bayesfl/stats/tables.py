@@ -23,14 +23,12 @@ from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
 from bayesfl.stats.terms import (
-    Interaction,
     Levels,
     Number,
     Term,
     column_of,
     is_number,
     numbers,
-    term_of,
 )
 
 DEFAULT = Policy()
@@ -212,7 +210,7 @@ class Tables:
     """
 
     sites: tuple[Site, ...]
-    terms: tuple[Number | Levels | Interaction | Formula, ...]
+    terms: tuple[Number | Levels | Formula, ...]
     columns: tuple[str, ...]
     outcome: str | None
     ids: np.ndarray
@@ -322,8 +320,7 @@ def tables(
             interface}; the name of a site or of a column is text, a number's its digits.
         outcome: Column of the outcome: numbers, or 0 and 1; None where only `cox` and
             `kaplan_meier` follow, which name theirs.
-        terms: What stands in the design: names of columns of numbers or truth values, `levels` and
-            `interaction`.
+        terms: What stands in the design: names of columns of numbers or truth values, and `levels`.
         formula: In place of outcome and terms, what formulaic reads, if it is installed, as
             `np.log(pay) ~ age * C(sex, levels=["f", "m"])`. Its design is the one that formulaic
             makes of all rows together. Each category is declared by C with its levels, the
@@ -371,7 +368,9 @@ def tables(
         policy = _by_text(policy)
         if strangers := sorted({*policy} - {*frames}):
             raise ValueError(f"policy= names {strangers[0]!r}; the sites are {sorted(frames)}")
-    parts: tuple[Any, ...] = tuple(term_of(term) for term in terms)
+    parts: tuple[Any, ...] = tuple(
+        term if hasattr(term, "columns") else Number(str(term)) for term in terms
+    )
     sources: tuple[str, ...] = () if outcome is None else (outcome,)
     if formula is not None:
         right, left = formula_of(formula, frames)
@@ -387,8 +386,6 @@ def tables(
                 for name, frame in frames.items()
             }
     columns = tuple(name for part in parts for name in part.columns)
-    if twice := [name for name in columns if columns.count(name) > 1]:
-        raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
     if frequency_weights is not None and probability_weights is not None:
         raise ValueError(
             "rows have frequency_weights= or probability_weights=; give the product of both as "

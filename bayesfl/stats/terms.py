@@ -1,4 +1,4 @@
-"""Terms of a design: columns of numbers, categories by their levels, and products of these.
+"""Terms of a design: columns of numbers, and categories by their levels.
 
 A term has the same columns at all sites, whatever values a site has.
 """
@@ -6,7 +6,6 @@ A term has the same columns at all sites, whatever values a site has.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import product
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -77,36 +76,7 @@ class Levels(Number):
         return np.where(missing[:, None], np.nan, np.stack(found, 1))
 
 
-@dataclass(frozen=True)
-class Interaction:
-    """Products of terms; see `interaction`.
-
-    Args:
-        terms: The terms.
-    """
-
-    terms: tuple[Number, ...]
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Return the columns of a frame that it reads."""
-        return tuple(term.column for term in self.terms)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the products, as `age:sex[1]`."""
-        return tuple(map(":".join, product(*(term.columns for term in self.terms))))
-
-    def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the products of a frame's rows, [n, products]."""
-        found = np.ones((len(frame), 1))
-        for term in self.terms:
-            more = term.values(frame, site)
-            found = (found[:, :, None] * more[:, None]).reshape(len(frame), -1)
-        return found
-
-
-Term: TypeAlias = str | Levels | Interaction
+Term: TypeAlias = str | Levels
 
 
 def levels(column: str, values: Sequence[Any]) -> Levels:
@@ -128,24 +98,6 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
     if len(found) < 2 or len({*found}) < len(found):
         raise ValueError(f"levels of {column!r} must be two or more, each once, got {list(found)}")
     return Levels(column, found)
-
-
-def interaction(*terms: str | Levels) -> Interaction:
-    """Declare the products of the columns of several terms; name the terms themselves, too.
-
-    Args:
-        *terms: Names of columns of numbers, or `levels`.
-
-    Example:
-        >>> bf.stats.interaction("age", bf.stats.levels("sex", ["f", "m"])).columns
-        ('age:sex[m]',)
-    """
-    return Interaction(tuple(term_of(term) for term in terms))
-
-
-def term_of(given: Any) -> Any:
-    """Return a term; of the name of a column, which is text, the column of numbers."""
-    return given if hasattr(given, "columns") else Number(str(given))
 
 
 def is_number(given: Any) -> bool:

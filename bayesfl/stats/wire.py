@@ -14,12 +14,12 @@ from bayesfl.stats.density.parameters import Parameter
 from bayesfl.stats.formulas import Formula
 from bayesfl.stats.survival.piecewise import Cut
 from bayesfl.stats.survival.times import Grid
-from bayesfl.stats.terms import Interaction, Levels, Number
+from bayesfl.stats.terms import Levels, Number
 
 
 def known() -> dict[str, type]:
     """Return the classes that may be made, by name."""
-    parts = (Number, Levels, Interaction, Formula, Parameter, Grid, Cut)
+    parts = (Number, Levels, Formula, Parameter, Grid, Cut)
     found: dict[str, type] = {one.__name__: one for one in parts}
     waiting: list[type] = [SiteSurvey]
     while waiting:

@@ -26,7 +26,7 @@ from bayesfl.federation.run.simulation import simulate
 from bayesfl.models.copies import anew
 from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
-from bayesfl.study.settings import recipe, value_in_words
+from bayesfl.study.settings import recipe
 from bayesfl.study.table import UNCOVERED, Row, Table
 
 
@@ -205,41 +205,30 @@ class Study:
         """Run the study as the script that ends in this line, by the arguments of its command.
 
         Without arguments all cells are run and the table is printed; `--jobs N` runs N at a time.
-        `--list` prints the cells with their numbers, from 0, and which of them are finished;
-        `--cell INDEX` runs one, for the array jobs of a cluster.
+        `--cell INDEX`, from 0, runs one, for the array jobs of a cluster.
 
         Args:
             folder: As in `run`.
             keep: As in `run`.
         """
         parser = argparse.ArgumentParser(description=f"Run {self!r} in {str(folder)!r}.")
-        what = parser.add_mutually_exclusive_group()
-        what.add_argument(
+        parser.add_argument(
             "--cell",
             type=int,
             choices=range(len(self.cells)),
             metavar="INDEX",
             help="run this cell alone",
         )
-        what.add_argument("--list", action="store_true", help="list all cells")
-        what.add_argument("--jobs", type=int, metavar="N", help="number of cells to run at a time")
+        parser.add_argument(
+            "--jobs", type=int, metavar="N", help="number of cells to run at a time"
+        )
         given = parser.parse_args()
-        inside, kept = files.folder("folder", folder), keep == "result"
-        if given.cell is not None:
-            cell = self.cells[given.cell]
-            place = cell.address(*cell.federation())
-            cell.run(inside, place, keep=kept, workers=None, every=None)
-        elif given.list:
-            for number, (cell, place) in enumerate(zip(self.cells, self._places(), strict=True)):
-                there = isinstance(place, str) and finished(_file(inside, place), keep=kept)
-                chosen = [
-                    f"{option}={value_in_words(value, self.rounds)}"
-                    for option, value in cell.options.items()
-                ]
-                words = [cell.method, *chosen, f"seed={cell.seed}"]
-                print(f"{number:4d}  {'finished' if there else 'open':8s}  {', '.join(words)}")
-        else:
+        if given.cell is None:
             print(self.run(folder, n_jobs=given.jobs, keep=keep))
+        else:
+            cell, inside = self.cells[given.cell], files.folder("folder", folder)
+            place = cell.address(*cell.federation())
+            cell.run(inside, place, keep=keep == "result", workers=None, every=None)
 
     @property
     def _chooses(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from bayesfl.base.described import digest_of
-from bayesfl.base.display import html
 from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
@@ -160,12 +159,6 @@ class Table:
 
     def __str__(self) -> str:
         return self._written(str)
-
-    def _repr_html_(self) -> str:
-        try:
-            return self.summary()._repr_html_()
-        except ValueError:  # as of no run, or where no options can be chosen
-            return f"<pre>{html.text(self)}</pre>"
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the study: one page of HTML that needs no other file.

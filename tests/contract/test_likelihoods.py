@@ -22,7 +22,6 @@ from bayesfl.likelihoods import (
     Categorical,
     Gaussian,
     MultiLabel,
-    Ordinal,
     Poisson,
     Quantiles,
     Tokens,
@@ -86,7 +85,6 @@ SIGNAL, TEXTS = X[:, 0], np.arange(len(IDS) * 4).reshape(-1, 4) % 5
 CASES = [
     Case(Categorical(), np.digitize(SIGNAL, [-0.5, 0.5])),
     Case(Bernoulli(), (SIGNAL > 0).astype(int)),
-    Case(Ordinal(), np.digitize(SIGNAL, [-1, 0, 1])),
     Case(Tokens(), np.where(TEXTS == 4, -100, TEXTS), places=True),
     Case(MultiLabel(), np.where(noise(3) > 1, -100, (X[:, :3] > 0))),
     Case(Gaussian(0.7), SIGNAL + noise()),
@@ -292,7 +290,7 @@ def test_rates_that_underflow_are_measured():
 
 
 def test_test_targets_are_looked_at_before_training():
-    case = CASES[7]
+    case = CASES[6]
     data = bf.data.from_arrays(
         X[:100],
         case.y[:100],
@@ -306,7 +304,7 @@ def test_test_targets_are_looked_at_before_training():
 
 def test_labels_as_examples():
     """For calibration and detection: places that are known, with their probabilities."""
-    case = CASES[3]
+    case = CASES[2]
     data = case.data
     found = run(case.method("fedavg"), data).predict()
     flat = found.places()
@@ -318,25 +316,11 @@ def test_labels_as_examples():
         bf.metrics.nll(found.probs, found.labels, found.mask)  # type: ignore[arg-type]
 
 
-class Own(Gaussian):
-    """A likelihood of one's own that is measured by what is not there, or says its width as a
-    number.
-    """
-
-    distribution = "laplace"
-
-
-def test_a_likelihood_of_ones_own_is_checked_before_training():
-    case = CASES[5]
-    with pytest.raises(ValueError, match=r"Own has distribution='laplace'.*\['normal', 'counts'\]"):
-        run(bf.algorithms.fedavg(case.model, likelihood=Own()), case.data)
-
-
 def test_intervals_beside_others_in_one_table():
     """Their loss is no NLL, and stands in a column of its own."""
     results = {
         str(case): run(case.method("fedavg"), case.data, evaluate_every=2)
-        for case in (CASES[5], CASES[8])
+        for case in (CASES[4], CASES[7])
     }
     head, _, *rows = str(bf.table(results)).splitlines()[:4]
     assert head.replace("personal ", "").split() == ["method", "RMSE", "NLL", "pinball"]

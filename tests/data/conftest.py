@@ -6,7 +6,7 @@ import torch
 
 from bayesfl.data import ClientData, Source, from_arrays, load
 from bayesfl.data.recipes.images import FINE_TO_COARSE
-from tests.data.made import arrays
+from tests.data.made import arrays, source_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def hundred():
     rng = np.random.default_rng(0)
     train = rng.permutation(np.repeat(np.arange(100), 500))
     test = rng.permutation(np.repeat(np.arange(100), 100))
-    return Source.from_parts(
+    return source_of(
         torch.arange(50_000.0)[:, None],
         torch.from_numpy(train),
         torch.arange(10_000.0)[:, None],

@@ -1,11 +1,13 @@
 """Made-up data that several files of tests use."""
 
 import struct
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from bayesfl.data import Source
+from bayesfl.data import Source, SourceInfo
 
 
 def write_idx(path, array):
@@ -54,10 +56,29 @@ def fine_labels(data, source, split):
     return [source.y[part.rows(j)].numpy() for j in range(data.clients)]
 
 
+def source_of(
+    x_train: Tensor, y_train: Tensor, x_test: Tensor, y_test: Tensor, *, name: str, **options: Any
+) -> Source:
+    """A source of training and test parts; its outputs and task are those that the labels say."""
+    y = torch.cat([y_train, y_test])
+    numbers = y.is_floating_point()
+    given: dict[str, Any] = {
+        "outputs": int(np.prod(y.shape[1:])) if numbers else int(y.max()) + 1,
+        "task": "regression" if numbers else "classification",
+    }
+    return Source(
+        x=torch.cat([x_train, x_test]),
+        y=y,
+        train=len(x_train),
+        info=SourceInfo(name=name),
+        **given | options,
+    )
+
+
 def small(classes: int) -> Source:
     """Four training and two test rows of each class."""
     y = torch.arange(classes)
-    return Source.from_parts(
+    return source_of(
         torch.zeros(4 * classes, 1),
         y.repeat(4),
         torch.zeros(2 * classes, 1),

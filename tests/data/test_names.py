@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.data import Source, from_arrays
+from bayesfl.data import from_arrays
 from tests.data.made import small
 
 X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
@@ -75,11 +75,11 @@ def test_names_in_another_order_are_refused():
 )
 def test_class_names_are_a_list(given: Any, remedy: str):
     """Wherever they are given; the remedy makes the list of either mapping."""
-    data, source = from_arrays(X, Y, client_ids=IDS), small(3)
+    data, source = from_arrays(X, Y, client_ids=IDS), replace(small(3), class_names=given)
     for refused in (
         lambda: from_arrays(X, Y, client_ids=IDS, class_names=given),
         lambda: replace(data, class_names=given),
-        lambda: replace(source, class_names=given),
+        lambda: bf.data.iid(source, clients=2),
     ):
         with pytest.raises(TypeError, match=rf"^class_names must be a list.*{re.escape(remedy)}"):
             refused()
@@ -91,8 +91,7 @@ def test_class_names_are_texts_one_for_each_class():
     data = from_arrays(X, Y, client_ids=IDS, class_names=np.array(["a", "b", "c"]))  # type: ignore[arg-type]
     assert [(name, type(name)) for name in data.class_names or ()] == [(k, str) for k in "abc"]
     with pytest.raises(ValueError, match=r"^class_names .*3 classes, got 2"):
-        replace(small(3), class_names=("a", "b"))
-    assert isinstance(replace(small(3), class_names=("a", "b", "c")), Source)
+        bf.data.iid(replace(small(3), class_names=("a", "b")), clients=2)
 
 
 def test_other_lists_of_names_are_lists():

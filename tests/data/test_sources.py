@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bayesfl.data import Source, available, coloured, iid, label_groups
+from bayesfl.data import available, coloured, iid, label_groups
+from tests.data.made import source_of
 
 SMALL: dict[Any, dict[str, Any]] = {
     coloured: {"agreement": (0.9,)},
@@ -21,26 +22,6 @@ def test_every_source_has_terms_and_citation():
         assert all((info.licence, info.citation)), name
 
 
-def test_source_of_your_own_tensors():
-    source = Source.from_parts(
-        torch.zeros(4, 2),
-        torch.tensor([0, 1, 2, 1]),
-        torch.ones(2, 2),
-        torch.tensor([3, 0]),
-        name="mine",
-    )
-    assert (source.outputs, source.train, source.task, source.x_test.sum()) == (
-        4,
-        4,
-        "classification",
-        4,
-    )
-    line = Source.from_parts(
-        torch.zeros(4, 2), torch.zeros(4, 3), torch.ones(2, 2), torch.zeros(2, 3), name="line"
-    )
-    assert (line.outputs, line.task) == (3, "regression")
-
-
 @pytest.mark.parametrize(
     ("train", "test", "options", "match"),
     [
@@ -50,7 +31,7 @@ def test_source_of_your_own_tensors():
 )
 def test_labels_that_are_no_classes(train, test, options, match):
     with pytest.raises(ValueError, match=match):
-        Source.from_parts(
+        source_of(
             torch.zeros(min(len(train), 4), 2),
             torch.tensor(train),
             torch.ones(len(test), 2),
@@ -63,19 +44,13 @@ def test_labels_that_are_no_classes(train, test, options, match):
 def test_whole_numbers_of_a_source_stay_what_they_are():
     """As recipes divide them."""
     x, y = torch.arange(24, dtype=torch.uint8).reshape(12, 2), torch.arange(12) % 2
-    source = Source.from_parts(x[:8], y[:8], x[8:], y[8:], name="bytes")
+    source = source_of(x[:8], y[:8], x[8:], y[8:], name="bytes")
     assert source.x.dtype == iid(source, clients=2).train.client(0)[0].dtype == torch.uint8  # pyright: ignore[reportAttributeAccessIssue]
-    assert (
-        Source.from_parts(x[:8].double(), y[:8], x[8:].double(), y[8:], name="doubles").x.dtype
-        == torch.float32
-    )
     for recipe in (coloured, label_groups):
         with pytest.raises(
             ValueError, match=r"\[0, 1\].* 'bytes' are torch\.uint8 .*x\.float\(\) / 255"
         ):
-            recipe(
-                Source.from_parts(x[:8, :1], y[:8], x[8:, :1], y[8:], name="bytes"), **SMALL[recipe]
-            )
+            recipe(source_of(x[:8, :1], y[:8], x[8:, :1], y[8:], name="bytes"), **SMALL[recipe])
 
 
 @pytest.mark.slow

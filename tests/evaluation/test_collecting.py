@@ -50,22 +50,6 @@ def test_chunks_are_put_together():
     assert torch.equal(found.epistemic[found.mask], found.probs[found.mask][:, 0])
 
 
-def test_predictions_that_are_not_finite_name_a_client():
-    """Measures are NaN then, and nothing else would say which example did it; padding counts
-    nothing.
-    """
-    collector = Collector(split(2, 3), ("Bern", "Chur"))
-    probs = torch.full((2, 3, 3), 1 / 3)
-    probs[1, 2, 0], probs[0, 2] = math.nan, math.nan
-    collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
-    with pytest.warns(
-        UserWarning,
-        match=r"predictions for 1 examples are not finite, the first that of row 2 of client "
-        r"'Chur'",
-    ):
-        collector.found()
-
-
 def test_rows_stand_one_clients_after_the_others():
     """Padded to the longest they are what `Result.predict` returns, and again the rows."""
     of, names = split(2, 90, 0, 3, 8), tuple("abcde")

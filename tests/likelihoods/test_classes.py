@@ -13,7 +13,7 @@ from torch import Tensor, distributions
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.likelihoods import Bernoulli, Categorical, Ordinal
+from bayesfl.likelihoods import Bernoulli, Categorical
 from tests.cases import numbers
 
 
@@ -224,50 +224,3 @@ def test_losses_that_are_no_likelihood_have_no_curvature():
             make(bf.models.mlp(4, hidden=3, outputs=3), likelihood=WEIGHTED[1])
     with pytest.raises(ValueError, match=r"weights .*2 classes.* got 3"):
         WEIGHTED[0].nll(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
-
-
-def test_ordinal_probabilities_are_differences_of_sigmoids():
-    """p(y <= k) = sigmoid(c_k), with c_k = c_(k-1) + softplus(f_k); they add up to 1 and keep their
-    digits where sigmoids are 1.
-    """
-    outputs = 2 * numbers(6, 3)
-    cuts = torch.stack(
-        [
-            outputs[:, 0],
-            outputs[:, 0] + F.softplus(outputs[:, 1]),
-            outputs[:, 0] + F.softplus(outputs[:, 1:]).sum(1),
-        ],
-        -1,
-    )
-    below = torch.cat([torch.zeros(6, 1), cuts.sigmoid(), torch.ones(6, 1)], -1)
-    probs = (
-        torch.stack([Ordinal().nll(outputs, torch.full((6,), k)) for k in range(4)], -1).neg().exp()
-    )
-    assert_close(probs, below.diff(dim=-1).double())
-    assert_close(probs.sum(-1), torch.ones(6).double())
-    assert_close(Ordinal().predictive(outputs[None])["probs"], probs)
-    high = torch.tensor([[50.0, 0.0, 0.0]]).double()  # sigmoid(50) is 1 in float64
-    assert_close(
-        Ordinal().nll(high, torch.tensor([1])),
-        torch.tensor([50.0 + math.log(2)], dtype=torch.float64),
-        atol=1e-12,
-        rtol=0,
-    )
-
-
-def test_ordinal_of_two_classes_is_bernoulli():
-    """With the sign that p(y <= 0) has."""
-    outputs, y = numbers(7, 1), labels(2, 7)
-    assert_close(Ordinal().nll(outputs, y), Bernoulli().nll(-outputs, y))
-
-
-def test_ordinal_predicts_means_over_draws():
-    """Probabilities are averaged, and what draws disagree on is the mutual information."""
-    outputs = numbers(5, 3, 2)
-    each = torch.stack([Ordinal().predictive(draw[None])["probs"] for draw in outputs])
-    seen = Ordinal().predictive(outputs)
-    assert_close(seen["probs"], each.mean(0))
-    information = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(
-        0
-    )
-    assert_close(seen["epistemic"], information)

@@ -32,13 +32,10 @@ def test_gaussian_is_torchs_summed_over_outputs(scale):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "1", torch.ones(2)])
 def test_gaussian_needs_a_positive_scale(scale: Any):
-    """One number above 0 for all targets; a tensor or an array of one number is that number."""
+    """One number above 0 for all targets."""
     with pytest.raises(ValueError, match=r"^scale .* got "):
         Gaussian(scale)
-    for one in (torch.tensor(0.5), np.array(0.5), np.float32(0.5)):
-        made: Any = one
-        assert Gaussian(made) == Gaussian(0.5)
-        assert type(Gaussian(made).scale) is float
+    assert type(Gaussian(np.float32(0.5)).scale) is float  # pyright: ignore[reportArgumentType]
 
 
 def test_gaussian_predictive_is_noise_and_spread():

@@ -16,7 +16,6 @@ from bayesfl.likelihoods import (
     Categorical,
     Gaussian,
     MultiLabel,
-    Ordinal,
     Poisson,
     Quantiles,
     Tokens,
@@ -44,8 +43,6 @@ CASES: dict[str, tuple[Any, Tensor, Tensor, int]] = {
     "categorical": (Categorical(), numbers(3, 7, 5), labels(5, 3, 7), 1),
     "categorical of two": (Categorical(), numbers(7, 2), labels(2, 7), 1),
     "bernoulli": (Bernoulli(), numbers(3, 7, 1), labels(2, 3, 7), 1),
-    "ordinal": (Ordinal(), 2 * numbers(3, 40, 4), labels(5, 3, 40), 1),
-    "ordinal of two": (Ordinal(), numbers(7, 1), labels(2, 7), 1),
     "gaussian": (Gaussian(0.7), numbers(3, 7, 1), numbers(3, 7, seed=1), 1),
     "gaussian, a column of targets": (Gaussian(0.7), numbers(3, 7, 1), numbers(3, 7, 1, seed=1), 1),
     "gaussian, several outputs": (Gaussian(2.5), numbers(3, 7, 4), numbers(3, 7, 4, seed=1), 1),
@@ -135,7 +132,6 @@ COUNTS = Targets("regression", 1, counts(9))
     [
         (Categorical(), CLASSES, (5,)),
         (Bernoulli(), TWO, (1,)),
-        (Ordinal(), CLASSES, (4,)),
         (Gaussian(), THREE, (3,)),
         (Gaussian("learned"), THREE, (6,)),
         (Poisson(), COUNTS, (1,)),
@@ -176,7 +172,6 @@ def test_the_width_of_a_network(likelihood: Any, found: Targets, width: tuple[in
             r"\[4\].*Tokens\(\).*MultiLabel\(\)",
         ),
         (Bernoulli(), SEVERAL, r"Bernoulli is for one label"),
-        (Ordinal(), TEXTS, r"Ordinal is for one label"),
         (Tokens(), CLASSES, r"Tokens is for several labels .*Categorical\(\)"),
         (MultiLabel(), TWO, r"MultiLabel is for several labels"),
         (MultiLabel(), TEXTS, r"MultiLabel .* 0 or 1, the data have 5 classes.*Tokens\(\)"),
@@ -189,11 +184,6 @@ def test_the_width_of_a_network(likelihood: Any, found: Targets, width: tuple[in
             Bernoulli(),
             Targets("classification", 1, labels(1, 9)),
             r"Bernoulli is for two classes, the data have 1; .*outputs=2",
-        ),
-        (
-            Ordinal(),
-            Targets("classification", 1, labels(1, 9)),
-            r"Ordinal is for two classes or more, the data have 1",
         ),
         (
             Poisson(),
@@ -212,7 +202,7 @@ def test_targets_of_another_kind_are_refused(likelihood: Any, found: Targets, wo
 
 @pytest.mark.parametrize(
     "likelihood",
-    [Ordinal(), Tokens(), MultiLabel(), Quantiles(), Gaussian("learned")],
+    [Tokens(), MultiLabel(), Quantiles(), Gaussian("learned")],
     ids=str,
 )
 def test_what_has_no_curvature_here_is_refused_by_name(likelihood: Any):

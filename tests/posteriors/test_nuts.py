@@ -16,7 +16,6 @@ from bayesfl.likelihoods import (
     Categorical,
     Gaussian,
     MultiLabel,
-    Ordinal,
     Poisson,
     Quantiles,
 )
@@ -350,7 +349,6 @@ def test_targets_of_other_likelihoods_are_checked():
         (Poisson(), torch.ones(12), r"outputs for them \['N', 1\]"),
         (MultiLabel(), torch.full((12, 2), 7), r"labels must be whole .* 0 to 1, or -100"),
         (MultiLabel(), torch.full((12, 2), 0.5), r"labels must be whole .* 0 to 1, or -100"),
-        (Ordinal(), torch.full((12,), 9), r"classes from 0 to 2"),
         (Quantiles(), y, "no density"),
     ):
         with pytest.raises(ValueError, match=words):

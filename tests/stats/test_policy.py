@@ -406,8 +406,8 @@ def test_min_level_of_categories():
 def test_min_level_of_products():
     """Of which each part alone has rows enough."""
     rows = frame(30, one=[1] * 15 + [0] * 15, two=[0] * 14 + [1] * 16)
-    both = ["one", "two", bf.stats.interaction("one", "two")]
-    assert refused(rows, "min_level", 3, terms=both)
+    made = rows.assign(both=rows["one"] * rows["two"])
+    assert refused(made, "min_level", 3, terms=["one", "two", "both"])
     assert not refused(rows, "min_level", 3, terms=["one", "two"])
 
 
@@ -444,12 +444,11 @@ def test_min_sites():
 
 
 def test_columns():
-    """Of the design, its products, outcome, offset and weights, and those that a question names."""
+    """Of the design, outcome, offset and weights, and those that a question names."""
     rows = frame(30, exposure=1.0, often=1)
     for options, needs in (
         ({}, ["age", "ill"]),
         ({"terms": [bf.stats.levels("arm", ["a", "b"])]}, ["arm", "ill"]),
-        ({"terms": [bf.stats.interaction("age", "often")]}, ["age", "often", "ill"]),
         ({"offset": "exposure"}, ["age", "ill", "exposure"]),
         ({"probability_weights": "often"}, ["age", "ill", "often"]),
         ({"question": Named(1, 1, named=("age", "arm"))}, ["age", "ill", "arm"]),

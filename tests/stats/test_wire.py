@@ -14,7 +14,7 @@ from bayesfl.stats import wire
 from bayesfl.stats.asking import Sums
 from bayesfl.stats.glm import Likelihood, Meat
 from bayesfl.stats.mixed import Draws, Mode
-from bayesfl.stats.tables import Interaction, Levels, Number, Tables
+from bayesfl.stats.tables import Levels, Number, Tables
 from tests.stats.survival import made as survival
 
 LIKELIHOOD = Likelihood("binomial", 2, True, 2.5, (math.pi, 1e-300), (0.1, 3.0), -1 / 3)
@@ -33,7 +33,7 @@ QUESTIONS = (
     Meat(LIKELIHOOD),
     Mode(**MODEL, beside=((1 / 3, 0.0),), at=(math.inf, -0.0)),
     Draws(**MODEL, at=((1.0, 2.0), (3.0, 1e22))),
-    (Number("age"), Levels("sex", ("f", "m")), Interaction((Number("age"), Levels("cp", (1, 2))))),
+    (Number("age"), Levels("sex", ("f", "m"))),
 )
 
 

@@ -268,7 +268,7 @@ def test_unknown_settings_are_refused_at_once():
 def test_one_cell_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """For array jobs; the script's other commands list the cells, and run all."""
+    """For array jobs; without a number the script runs all."""
 
     def called(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["study.py", *arguments])
@@ -279,12 +279,6 @@ def test_one_cell_by_its_number(
     called("--cell", "2")
     called("--cell", "2")
     assert ran == [("FedAvg", 0)]
-    assert [line.split(maxsplit=2) for line in called("--list").splitlines()] == [
-        ["0", "open", "FedAvg, epochs=1, seed=0"],
-        ["1", "open", "FedAvg, epochs=1, seed=1"],
-        ["2", "finished", "FedAvg, epochs=2, seed=0"],
-        ["3", "open", "FedAvg, epochs=2, seed=1"],
-    ]
     assert "Options chosen by validation_nll:\nFedAvg: epochs " in called()
     assert len(ran) == 4
     with pytest.raises(SystemExit):
@@ -328,7 +322,6 @@ def test_functions_of_a_script_are_known_again(tmp_path: Path):
 
     called("--cell", "1")
     called("--jobs", "2")
-    assert [line.split()[1] for line in called("--list").splitlines()] == ["finished"] * 2
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 

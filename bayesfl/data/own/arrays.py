@@ -127,8 +127,12 @@ def from_arrays(
             "if not, give x an axis of features, as x[:, None]"
         )
     task = _task_of(targets) if task is None else task
-    if task == "classification":
-        _check_labels(targets)
+    if task == "classification" and (bad := sum(int((y != y.long()).sum()) for y in targets)):
+        raise ValueError(
+            f"task 'classification' needs whole numbers as labels, y holds {bad} that are NaN, "
+            "infinite or fractions: leave out the rows of examples without a label, put -100 in "
+            "place of one of several labels of an example, or pass task='regression'"
+        )
     if outputs is None:
         outputs = _classes(targets) if task == "classification" else math.prod(targets[0].shape[1:])
     kind = torch.int64 if task == "classification" else torch.float32
@@ -218,25 +222,6 @@ def _task_of(targets: Sequence[Tensor]) -> Task:
             "targets: pass task='classification' or task='regression'"
         )
     return "regression"
-
-
-def _check_labels(targets: Sequence[Tensor]) -> None:
-    """Check that the clients' labels are whole numbers, and no column.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if bad := sum(int((y != y.long()).sum()) for y in targets):
-        raise ValueError(
-            f"task 'classification' needs whole numbers as labels, y holds {bad} that are NaN, "
-            "infinite or fractions: leave out the rows of examples without a label, put -100 in "
-            "place of one of several labels of an example, or pass task='regression'"
-        )
-    if column := next((list(y.shape) for y in targets if y.shape[1:] == (1,)), None):
-        raise ValueError(
-            f"labels must be [n], or [n, T] for several of each example, got {column}; a column "
-            "becomes labels by y.ravel()"
-        )
 
 
 def _classes(targets: Sequence[Tensor]) -> int:

@@ -20,8 +20,8 @@ from bayesfl.data.names import ordered, places_of
 from bayesfl.data.own.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.sources import SourceInfo
-from bayesfl.data.tables.columns import Columns, learnt, statistics_of
-from bayesfl.data.tables.frame_warnings import few, of_columns, warn_of_columns
+from bayesfl.data.tables.columns import Columns, statistics_of
+from bayesfl.data.tables.frame_warnings import few
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order, tidied
 
@@ -90,11 +90,11 @@ def from_frame(
         ImportError: A frame of another library than pandas needs pyarrow.
         ValueError: A column is absent, or holds dates, several types, numbers as text, also with a
             unit, infinite numbers or too many levels; clients, groups or targets are missing or of
-            the wrong kind; an index repeats; or `from_arrays` refuses a client or a share.
+            the wrong kind; or `from_arrays` refuses a client or a share.
 
     Warns:
-        UserWarning: Columns are probably no measurements, or have levels that differ by case alone,
-            all in one warning; or a client has no rows in a split.
+        UserWarning: A client's mean of a column is as in another unit, or levels differ by case
+            alone, all in one warning; or a client has no rows in a split.
 
     Example:
         >>> import pandas as pd
@@ -134,8 +134,7 @@ def from_frame(
         source=source or SourceInfo(name="frame"),
     )
     if columns is None:
-        statistics, told = _statistics(table, data, targets, names, categories)
-        columns = learnt([statistics], told)
+        columns = Columns.of([_statistics(table, data, targets, names, categories)])
     about = {
         "client": client,
         "target": target if isinstance(target, str) else list(target),
@@ -212,9 +211,7 @@ def frame_statistics(
         seed=seed,
         source=SourceInfo(name="frame"),
     )
-    statistics, told = _statistics(table, data, targets, names, categories)
-    warn_of_columns(told)
-    return statistics
+    return _statistics(table, data, targets, names, categories)
 
 
 def _opened(
@@ -372,19 +369,18 @@ def _statistics(
     targets: _Targets,
     names: Sequence[str],
     categories: Sequence[str],
-) -> tuple[dict[str, Any], list[str]]:
+) -> dict[str, Any]:
     """Return what other machines must know of the classes and of each client's training rows, as
-    JSON can hold it, and what is to be told of the columns.
+    JSON can hold it.
     """
-    rows = _rows(data, "train")
-    parts = np.split(rows, np.cumsum(data.train.counts)[:-1])
+    parts = np.split(_rows(data, "train"), np.cumsum(data.train.counts)[:-1])
     clients = dict(zip(data.client_names, parts, strict=True))
     return {
         "classes": list(targets.names) if targets.text and targets.names is not None else None,
         "ordered": targets.ordered,
         "outputs": data.outputs if data.task == "classification" else None,
         "clients": statistics_of(table, clients, names, categories),
-    }, of_columns(table, names, categories, rows, targets.y)
+    }
 
 
 def _with_inputs(

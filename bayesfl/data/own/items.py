@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from bayesfl.base.inputs import Inputs, named
 from bayesfl.base.warning import noted
@@ -37,11 +36,6 @@ def items(
         ValueError: An item is no pair or gives other numbers when it is read again; pairs have
             different shapes. Every error in an item is given a note that says in which.
     """
-    if columns is None and isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        read(len(dataset))
-        x, y = dataset.tensors
-        yield {"x": x, "y": y}
-        return
 
     def row_of(i: int) -> Rows:
         with noted(f"in item {i} of {name}"):
@@ -50,16 +44,8 @@ def items(
                 return _pair(item)
             return {key: _tensor(item[key])[None] for key in columns}
 
-    one: Rows | None = None
     for i in range(len(dataset)):
         row = row_of(i)
-        one = row if one is None else one
-        shapes, usual = ({key: list(t.shape[1:]) for key, t in of.items()} for of in (row, one))
-        if columns is None and shapes != usual:
-            raise ValueError(
-                f"{name} must have items of one shape: item {i} has {shapes}, item 0 has "
-                f"{usual}; reshape, crop or pad them alike"
-            )
         if i < AGAIN:
             again = row_of(i)
             if any(

@@ -71,8 +71,6 @@ def from_datasets(
         raise ValueError(
             f"test must have one data set for each of {len(given)} clients, got {len(held)}"
         )
-    if empty := [name for name, one in given if not len(one)]:
-        raise ValueError(f"{empty[0]} is empty: leave that client out")
     columns = (
         None
         if inputs is None
@@ -97,14 +95,6 @@ def from_datasets(
     x, y = _tree(rows, inputs, target)
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
     tested = np.repeat(np.arange(len(held)), [len(one) for _, one in held])
-    if options.get("environments") is not None:
-        own = [np.asarray(one) for one in options["environments"]]
-        if [len(one) for one in own] != sizes:
-            raise ValueError(
-                f"environments must have one number for each row, {sizes}, got "
-                f"{[len(one) for one in own]}"
-            )
-        options["environments"] = np.concatenate(own)
     return from_arrays(
         at(x, slice(n)),
         y[:n],

@@ -2,7 +2,7 @@
 feature.
 """
 
-from typing import Literal, Unpack, get_args
+from typing import Unpack
 
 import numpy as np
 
@@ -11,8 +11,6 @@ from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import shared
 from bayesfl.data.sources import Source
-
-Feature = Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
 
 
 def deal_evenly(
@@ -54,7 +52,6 @@ def iid(
 def diabetes(
     *,
     clients: shared.Clients = 10,
-    by: Feature | None = None,
     seed: shared.Seed = 0,
     validation: shared.Validation = 0.0,
     calibration: shared.Calibration = 0.0,
@@ -65,38 +62,16 @@ def diabetes(
     Features and target are standardised by the training rows; `recipe["target_mean"]` and
     `recipe["target_scale"]` convert targets back to their units.
 
-    Args:
-        by: Feature in whose order the patients are cut into equal parts, ties at random, which
-            skews the clients. None for no skew.
-
     Raises:
         ValueError: There are more clients than training rows.
 
     Example:
-        >>> bf.data.diabetes(clients=4, by="age")
+        >>> bf.data.diabetes(clients=4)
         FederatedData(diabetes, 4 clients; train 354, test 88)
     """
-    if by is None:
-        return iid(
-            "diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration
-        )
-    options = shared.Options(
-        source="diabetes",
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-        recipe={"recipe": "diabetes", "by": by, "clients": clients},
+    return iid(
+        "diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration
     )
-    source = options.open()
-    options.recipe.update(_scale(source))
-    rng, parts = options.rng, []
-    for x in (source.x_train, source.x_test):
-        shuffled = rng.permutation(len(x))
-        order = shuffled[
-            np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")
-        ]
-        parts.append(partitions.concatenated([[part] for part in np.array_split(order, clients)]))
-    return options.federate(source, parts[0], parts[1])
 
 
 def _scale(source: Source) -> dict[str, float]:

@@ -229,7 +229,7 @@ class Options:
         if source.task != "classification":
             raise ValueError(
                 f"{self.recipe['recipe']} shares data out by class, {source.info.name!r} is a "
-                "regression: use iid, or diabetes(by=...)"
+                "regression: use iid"
             )
         return source, source.y_train.numpy(), source.y_test.numpy()
 

@@ -14,7 +14,7 @@ import numpy as np
 from bayesfl.base import archive
 from bayesfl.base.inputs import as_tuples
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import of_levels, of_units, warn_of_columns
+from bayesfl.data.tables.frame_warnings import of_levels, of_units
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
@@ -252,59 +252,48 @@ class Columns:
             UserWarning: A client's mean of a column is far from all others', or levels or classes
                 differ by case alone.
         """
-        return learnt(statistics)
-
-
-def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) -> Columns:
-    """Return the columns that `Columns.of` learns, with a warning that says more.
-
-    Args:
-        statistics: Those of one client or of several each.
-        told: What else is to be said of the columns.
-
-    Raises:
-        ValueError: As by `Columns.of`.
-    """
-    found = [
-        {column["name"]: column for column in one}
-        for each in statistics
-        for one in each["clients"].values()
-    ]
-    if any(other.keys() != found[0].keys() for other in found):
-        apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
-        raise ValueError(
-            f"clients have other columns: {apart[:10]} are not everywhere; select the same "
-            "everywhere"
-        )
-    parts: list[Number | Category] = []
-    for name in found[0]:
-        mine = [one[name] for one in found]
-        kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
-        if len(kinds) != 1:
-            held = (
-                "numbers at some clients and text at others; name it in categories= everywhere"
-                if kinds
-                else "no value in any training row; leave it out"
+        found = [
+            {column["name"]: column for column in one}
+            for each in statistics
+            for one in each["clients"].values()
+        ]
+        if any(other.keys() != found[0].keys() for other in found):
+            apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
+            raise ValueError(
+                f"clients have other columns: {apart[:10]} are not everywhere; select the same "
+                "everywhere"
             )
-            raise ValueError(f"column {name!r} has {held}")
-        parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
-    classes = _classes(statistics)
-    outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
-    clients = [client for each in statistics for client in each["clients"]]
-    if twice := sorted({client for client in clients if clients.count(client) > 1}):
-        raise ValueError(
-            f"statistics has the clients {twice[:5]} more than once: pass those of each once"
+        parts: list[Number | Category] = []
+        for name in found[0]:
+            mine = [one[name] for one in found]
+            kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
+            if len(kinds) != 1:
+                held = (
+                    "numbers at some clients and text at others; name it in categories= everywhere"
+                    if kinds
+                    else "no value in any training row; leave it out"
+                )
+                raise ValueError(f"column {name!r} has {held}")
+            parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
+        classes = _classes(statistics)
+        outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
+        clients = [client for each in statistics for client in each["clients"]]
+        if twice := sorted({client for client in clients if clients.count(client) > 1}):
+            raise ValueError(
+                f"statistics has the clients {twice[:5]} more than once: pass those of each once"
+            )
+        told: list[str] = []
+        for part in parts:
+            if isinstance(part, Category):
+                told += of_levels(f"levels of {part.name!r}", part.levels)
+        if classes and not any(each["ordered"] for each in statistics):
+            told += of_levels("classes of the target", classes)
+        told += of_units(
+            {name: one for each in statistics for name, one in each["clients"].items()}
         )
-    told = list(told)
-    for part in parts:
-        if isinstance(part, Category):
-            told += of_levels(f"levels of {part.name!r}", part.levels)
-    if classes and not any(each["ordered"] for each in statistics):
-        told += of_levels("classes of the target", classes)
-    clients = {name: one for each in statistics for name, one in each["clients"].items()}
-    told += of_units(clients)
-    warn_of_columns(told)
-    return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
+        if told:
+            warn(f"look at these columns: {'; '.join(told)}. Correct them unless this is intended")
+        return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
 def warn_of_rows(strange: Mapping[str, str]) -> None:

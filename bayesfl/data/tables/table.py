@@ -47,12 +47,9 @@ class Values:
         assert self.texts is not None
         return np.array([value is None for value in self.texts], dtype=bool)
 
-    def levels(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+    def levels(self) -> np.ndarray:
         """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and
         the text 3.0 are one level.
-
-        Args:
-            rows: The rows, [n]; by default all.
         """
         held = (
             self.exact
@@ -63,7 +60,7 @@ class Values:
         )
         assert held is not None
         return np.array(
-            [None if v is None or v != v else _level(v) for v in held[rows].tolist()], dtype=object
+            [None if v is None or v != v else _level(v) for v in held.tolist()], dtype=object
         )
 
 
@@ -84,7 +81,7 @@ class Table:
     Raises:
         TypeError: It is no frame.
         ImportError: It is not of pandas, and pyarrow is absent.
-        ValueError: Two columns have one name; or the index of a frame of pandas repeats.
+        ValueError: Two columns have one name.
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
@@ -93,13 +90,6 @@ class Table:
         if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):
             raise ValueError(
                 f"{name} has several columns called {twice[:5]}; give them names of their own"
-            )
-        index = self._frame.index
-        if not index.is_unique:
-            again = index[index.duplicated()].tolist()[0]
-            raise ValueError(
-                f"{name} has the index {again!r} more than once, as after concat: if the rows are "
-                "different, call reset_index(drop=True), if they are the same, drop_duplicates()"
             )
 
     def need(self, names: Sequence[str], role: str) -> None:

@@ -20,7 +20,6 @@ from bayesfl.evaluation.metrics.regression import (
     crps,
     gaussian_nll,
     pit_histogram,
-    regression_summary,
     rmse,
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
@@ -45,7 +44,6 @@ __all__ = [
     "pit_histogram",
     "pool",
     "pooled",
-    "regression_summary",
     "reliability_bins",
     "rmse",
 ]

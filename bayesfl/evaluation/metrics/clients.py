@@ -187,18 +187,10 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
 def as_clients(predictions: Any, truths: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return predictions, labels or targets and mask as tensors; without a mask the arrays of one
     model, [N] or [N, O], as those of one client.
-
-    Raises:
-        ValueError: Predictions of clients, [J, N, O], have no mask.
     """
     predictions, truths = torch.as_tensor(predictions), torch.as_tensor(truths)
     if mask is not None:
         return predictions, truths, torch.as_tensor(mask)
-    if predictions.dim() > 2:
-        raise ValueError(
-            "predictions of clients [J, N, O] need a mask [J, N], True where a row is an example; "
-            f"those of one model are [N, O], got {list(predictions.shape)}"
-        )
     predictions = predictions.unsqueeze(-1) if predictions.dim() == 1 else predictions
     return predictions[None], truths[None], torch.ones(1, len(predictions), dtype=torch.bool)
 

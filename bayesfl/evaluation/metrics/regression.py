@@ -161,39 +161,8 @@ def pit_histogram(
     return Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
 
-def regression_summary(
-    mean: Tensor,
-    variance: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    *,
-    distribution: DistributionName = "normal",
-) -> dict[str, float]:
-    """Summarise the predictions of a federation of regressors.
-
-    Args:
-        mean: Predictive means, [J, N, O].
-        variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
-        distribution: `normal` or `counts`.
-
-    Returns:
-        `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`: means over the clients that have
-        examples. The same names with the prefix `pooled_`: of all clients' examples pooled.
-
-    Example:
-        >>> mean, y = torch.zeros(2, 3, 1), torch.tensor([[1.0, -1.0, 1.0], [2.0, 2.0, -2.0]])
-        >>> mask = torch.ones(2, 3, dtype=torch.bool)
-        >>> found = bf.metrics.regression_summary(mean, torch.ones(2, 3, 1), y, mask)
-        >>> found["rmse"], round(found["pooled_rmse"] ** 2, 6), found["coverage_90"]
-        (1.5, 2.5, 0.5)
-    """
-    return measured_numbers(Fitted.of(mean, variance, targets, mask, distribution)).summary()
-
-
 def measured_numbers(fitted: "Fitted") -> Measured:
-    """Compute every measure of checked predictions, as `regression_summary` names them."""
+    """Compute every measure of checked predictions."""
     values = {
         "rmse": fitted.squares(),
         "nll": fitted.losses(),

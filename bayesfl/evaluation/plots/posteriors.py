@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bayesfl.base.layout import Layout
 from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
 
@@ -63,7 +62,11 @@ def marginals(
     if any(other.shapes != first.shapes for other in others):
         raise ValueError(f"the posteriors {list(entries)} are of different weights")
     places = range(min(12, first.size)) if weights is None else weights
-    names = _names(first)
+    names = [
+        name if not shape else f"{name}[{', '.join(map(str, place))}]"
+        for name, shape in first.shapes.items()
+        for place in np.ndindex(*shape)
+    ]
     if ax is None:
         ax = new_figure((5.4, (0.9 + (0.16 + 0.13 * len(samples)) * len(places)))).add_subplot()
     step = 0.7 / len(samples)
@@ -129,12 +132,3 @@ def subnetwork(
     ax.set(title=counted if title is None else title, xlabel=f"inputs of {name}")
     ax.figure.colorbar(image, ax=ax, label="share of the input's weights", shrink=0.9)
     return ax
-
-
-def _names(layout: Layout) -> list[str]:
-    """Name every weight by its parameter and its place there."""
-    return [
-        name if not shape else f"{name}[{', '.join(map(str, place))}]"
-        for name, shape in layout.shapes.items()
-        for place in np.ndindex(*shape)
-    ]

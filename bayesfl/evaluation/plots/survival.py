@@ -15,7 +15,6 @@ def kaplan_meier(
     found: Any,
     *,
     level: float | None = 0.95,
-    at_risk: bool = True,
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
@@ -27,7 +26,6 @@ def kaplan_meier(
     Args:
         found: Curves, of `bf.stats.kaplan_meier`.
         level: Probability of the intervals; None without bands.
-        at_risk: Whether numbers at risk stand below.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -42,7 +40,7 @@ def kaplan_meier(
         >>> bf.plots.kaplan_meier(curves).get_ylabel()
         'survival'
     """
-    height = 3.6 + 0.22 * len(found.groups) * at_risk
+    height = 3.6 + 0.22 * len(found.groups)
     ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
     times, survival = found.times.numpy(), found.survival.numpy()
     low, high = (t.numpy() for t in found.interval(level or 0.95))
@@ -56,8 +54,7 @@ def kaplan_meier(
             below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
             ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)
     ax.set(xlim=(0, None), ylim=(0, 1.02))
-    if at_risk:
-        _numbers(ax, found, [look["color"] for look in looks])
+    _numbers(ax, found, [look["color"] for look in looks])
     several = len(found.groups) > 1
     return finish(ax, title, grid="y", legend=several, xlabel="time", ylabel="survival")
 

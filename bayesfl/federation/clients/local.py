@@ -236,7 +236,7 @@ class Local:
                 raise DivergenceError(
                     f"{called(client, self.names)} is no longer finite after {tuned}phase "
                     f"{position + 1} ({phase_in_words(phase)}) of round {round + 1}: "
-                    f"{self.train.gone_bad(client) or NOT_FINITE}",
+                    f"{NOT_FINITE}",
                     round=round + 1,
                     client=client,
                     phase=position + 1,

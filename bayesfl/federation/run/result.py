@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.archive import digest_of_tensor
-from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import named
 from bayesfl.base.layout import Pattern
@@ -120,10 +119,6 @@ class Result(Run):
             f"Result({self.known.clients} clients of {source}, round {self.round} of "
             f"{self.settings.rounds}; {self.history}{laplace}{steps})"
         )
-
-    def _repr_html_(self) -> str:
-        told = repr(self).replace(f"; {self.history}", "")
-        return f"<p>{text(told)}</p>{self.history._repr_html_()}"
 
     @property
     def data(self) -> FederatedData:

@@ -22,7 +22,6 @@ from bayesfl.likelihoods import (
     Categorical,
     Gaussian,
     MultiLabel,
-    Ordinal,
     Poisson,
     Quantiles,
     Tokens,
@@ -236,11 +235,9 @@ def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
                 f"{float(y.min()):g} to {float(y.max()):g}"
             )
         return labels
-    if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
+    if not isinstance(likelihood, Categorical | Bernoulli):
         return y
     if f.dim() != 2:
         raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     check_outputs(likelihood, f.shape[1])
-    return as_labels(
-        y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1])
-    )
+    return as_labels(y, len(f), max(2, f.shape[1]))

@@ -104,7 +104,7 @@ ORDER = r"\['c', 'b'\] .*\['b', 'c'\].*test\[train\.columns\]"
         ),
         (
             lambda: from_arrays(np.ones((4, 1)), Y, client_ids=[1, "1", 1, "1"], test_share=0),
-            r"client_ids 1 and '1' .*str\(i\)",
+            r"names .*\['1'\] .*str\(i\)",
         ),
         (lambda: from_arrays(*arrays(), names=["a", "b", "a"]), r"^names .*\['a'\]"),
         (
@@ -206,19 +206,8 @@ def numbered(n: int) -> TensorDataset:
         (
             [[({"a": torch.zeros(k)}, 0) for k in (2, 3)]],
             {},
-            r"datasets\[0\] .*item 1 .*'a'.*\[3\].*item 0 .*'a'.*\[2\]",
+            r"'a'.* has rows of shapes \[\(2,\), \(3,\)\]",
         ),
-        (
-            [[({k: torch.zeros(2)}, 0) for k in ("a", "b")]],
-            {},
-            r"datasets\[0\] .*item 1 .*'b'.*\[2\]",
-        ),
-        (
-            [[(torch.zeros(2), 0), (torch.zeros(3), 0)]],
-            {},
-            r"datasets\[0\] .*item 1 .*'x': \[3\].*item 0 .*'x': \[2\]",
-        ),
-        ([numbered(3), []], {}, r"datasets\[1\] is empty"),
         (
             [numbered(3)],
             {"test": [numbered(1), numbered(1)]},
@@ -305,7 +294,6 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays(xs, ys[:2]), "argument 2 is shorter"),
         (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
-        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]), r"\[4, 1\].*y\.ravel"),
         (
             lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]),
             r"^y .*got 1 .*floats .*3 .*task='regression'",
@@ -377,10 +365,6 @@ def test_your_arrays_are_copied_once():
             "y of client 0 has masked values.*filled",
         ),
         (
-            lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])),
-            r"labels must .*\[7, 1\]",
-        ),
-        (
             lambda xs, ys: from_arrays(
                 xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)
             ),
@@ -403,7 +387,6 @@ def test_given_test_data_have_no_environment_of_their_own():
     ("y", "words"),
     [
         ([1, 2, 1, 2], r"smallest label is 1.*outputs="),
-        ([[0], [1], [2], [1]], r"labels .*\[2, 1\]; .*y\.ravel\(\)"),
         (["ill", "well", "ill", "well"], r"^y .* got <U4.*factorize"),
         (pd.Series(["ill", None, "ill", "well"]), r"^y .* got object.*factorize"),
     ],

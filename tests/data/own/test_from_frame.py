@@ -471,36 +471,6 @@ def test_a_recipe_says_how_rows_were_split():
     }
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            lambda f: f.assign(number=np.arange(200) * 7),
-            "'number' has another whole number in every row, as an id has",
-        ),
-        (
-            lambda f: f.assign(seen=20210100 + np.arange(200) % 28 + 1),
-            "'seen' looks like dates written as numbers",
-        ),
-        (
-            lambda f: f.assign(age=[1e7, *f["age"][1:]]),
-            r"'age' holds 1e\+07, while half of the rows are from 5\d",
-        ),
-        (
-            lambda f: f.assign(outcome=f["ill"].map({True: "dead", False: "alive"})),
-            "'outcome' tells the target of every row",
-        ),
-        (lambda f: f.assign(again=f["ill"].astype(float)), "'again' tells the target of every row"),
-        (lambda f: f.assign(ill=f["age"] / 3 + 2), "'age' tells the target of every row"),
-    ],
-)
-def test_inputs_that_are_seldom_meant_are_warned_of(change: Any, words: str, frame: pd.DataFrame):
-    from_frame(frame, **ROLES)
-    with pytest.warns(UserWarning, match=words):
-        from_frame(change(frame), **ROLES, test_share=0)
-
-
 def test_columns_travel(tmp_path: Path):
     """As JSON, in clients' files and saved runs; new frames may have other columns, and these in
     any order.
@@ -719,11 +689,6 @@ GRADES = np.array(["low", "mid", "high"])[CODE % 3]
             r"columns= has the inputs \['age'\], which are client, target or group",
         ),
         (lambda f: f.assign(age=None), {}, r"'age' has no value in any training row; leave it out"),
-        (
-            lambda f: pd.concat([f, f]),
-            {},
-            r"index 0 more than once, as after concat: .*reset_index",
-        ),
         (
             lambda f: f.assign(hospital=CODE % 4 * 1.5),
             {},

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl.data import Source, dominant_classes, label_groups, labels_per_client, load
-from tests.data.made import fine_labels
+from bayesfl.data import dominant_classes, label_groups, labels_per_client, load
+from tests.data.made import fine_labels, source_of
 from tests.files import where_present
 
 
@@ -136,7 +136,7 @@ def test_centred_inputs_are_made_once():
 def own(x, name="own"):
     """Forty made-up examples of two classes, ten of them the test part."""
     y = torch.arange(40) % 2
-    return Source.from_parts(x[:30], y[:30], x[30:], y[30:], name=name)
+    return source_of(x[:30], y[:30], x[30:], y[30:], name=name)
 
 
 def test_label_groups_stay_what_they_are():

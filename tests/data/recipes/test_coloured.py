@@ -6,7 +6,8 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import Source, coloured, load, recoloured
+from bayesfl.data import coloured, load, recoloured
+from tests.data.made import source_of
 
 MADE = (0.9, 0.6, 0.3, 0.05)
 
@@ -19,9 +20,7 @@ def source(side=6, train=24_000, test=8_000, classes=10):
     x = torch.rand(rows, 1, side, side, generator=torch.Generator().manual_seed(0)) / 2 + 0.25
     x[:, 0, 0, 0] = (torch.arange(rows) + 1.0) / (rows + 1)
     y = torch.from_numpy(np.random.default_rng(0).integers(0, classes, rows))
-    return Source.from_parts(
-        x[:train], y[:train], x[train:], y[train:], name="made", outputs=classes
-    )
+    return source_of(x[:train], y[:train], x[train:], y[train:], name="made", outputs=classes)
 
 
 def within(share, n, p):
@@ -116,9 +115,7 @@ def test_test_rows_off_the_end_of_the_training_part():
     """As IRM's code has it; every second pixel of 28 x 28; digits are squares of 8."""
     x = torch.rand(70, 1, 28, 28, generator=torch.Generator().manual_seed(1))
     y = torch.arange(70) % 10
-    data = coloured(
-        Source.from_parts(x[:60], y[:60], x[60:], y[60:], name="big"), test=20, rotate=False
-    )
+    data = coloured(source_of(x[:60], y[:60], x[60:], y[60:], name="big"), test=20, rotate=False)
     assert (data.inputs, len(data.train.x)) == ((2, 14, 14), 60)
     assert sorted(data.test.index.tolist()) == list(range(40, 60))
     row = int(data.train.rows(0)[0])
@@ -146,19 +143,11 @@ def test_agreements_as_an_array():
         ({"test": 0}, r"^test .*1.* got 0"),
         ({"source": "diabetes"}, r"coloured .*'diabetes' is a regression"),
         (
-            {
-                "source": Source.from_parts(
-                    *[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose"
-                )
-            },
+            {"source": source_of(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")},
             r"coloured .*'dose' is a regression",
         ),
         (
-            {
-                "source": Source.from_parts(
-                    *[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb"
-                )
-            },
+            {"source": source_of(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")},
             r"coloured .*'rgb' .*\[3, 4, 4\]",
         ),
     ],

@@ -14,14 +14,10 @@ def test_iid_deals_everything():
 
 
 def test_diabetes():
-    for data in (diabetes(), diabetes(by="age")):
-        assert (data.task, data.outputs, data.inputs) == ("regression", 1, (10,))
-        assert data.train.counts.sum() == 354
-        x, y = data.train.x[data.train.index], data.train.y[data.train.index]
-        assert_close(x.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
-        assert_close(y.std(correction=0), torch.tensor(1.0), atol=1e-5, rtol=0)
-        assert 100 < data.recipe["target_mean"] < 200
-    by_age = diabetes(by="age")
-    youngest, oldest = by_age.train.client(0)[0][:, 0], by_age.train.client(9)[0][:, 0]
-    assert youngest.max() < oldest.min()
-    assert by_age.test.client(0)[0][:, 0].mean() < by_age.test.client(9)[0][:, 0].mean()
+    data = diabetes()
+    assert (data.task, data.outputs, data.inputs) == ("regression", 1, (10,))
+    assert data.train.counts.sum() == 354
+    x, y = data.train.x[data.train.index], data.train.y[data.train.index]
+    assert_close(x.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    assert_close(y.std(correction=0), torch.tensor(1.0), atol=1e-5, rtol=0)
+    assert 100 < data.recipe["target_mean"] < 200

@@ -65,7 +65,6 @@ def test_help_shows_every_option(name):
         lambda **options: pachinko("digits", clients=10, **options),
         lambda **options: iid(clients=10, **options),
         lambda **options: diabetes(clients=10, **options),
-        lambda **options: diabetes(clients=10, by="bmi", **options),
     ],
     ids=[
         "concept_drift",
@@ -79,7 +78,6 @@ def test_help_shows_every_option(name):
         "pachinko",
         "iid",
         "diabetes",
-        "diabetes-by",
     ],
 )
 def test_every_recipe_is_determined_by_its_arguments(make):
@@ -219,7 +217,6 @@ def test_clients_may_have_so_many_examples_at_most(name):
         (lambda: pachinko("diabetes"), r"pachinko .*'diabetes' .*regression"),
         (lambda: iid(clients=0), r"^clients .*1.* got 0"),
         (lambda: iid(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: diabetes(by="height"), r"^by .*age.* got 'height'"),
         (
             lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4),
             "no training example .*a larger min_size",

@@ -1,6 +1,7 @@
 """Measures of regressions against scipy and by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,15 @@ def test_regression_agrees_with_scipy():
             ].item() == pytest.approx(((low <= t) & (t <= high)).mean())
 
 
+def summarised(*given: Any) -> dict[str, float]:
+    """The measures of predictions, as those of a result are summarised."""
+    return measured_numbers(Fitted.of(*given)).summary()
+
+
 def test_regression_summary():
     """Means over clients and pooled ones; targets may leave out the one output."""
     mean, variance, targets, mask = regression(outputs=1)
-    summary = metrics.regression_summary(mean, variance, targets[..., 0], mask)
+    summary = summarised(mean, variance, targets[..., 0], mask)
     keys = ["rmse", "nll", "crps", "coverage_50", "coverage_90"]
     assert list(summary) == [*keys, *(f"pooled_{key}" for key in keys)]
     assert summary["rmse"] == pytest.approx(metrics.rmse(mean, targets, mask).mean().item())
@@ -42,10 +48,10 @@ def test_regression_summary():
     )
     m, v, t, k = (value[mask][None] for value in (mean, variance, targets, mask))
     assert summary["pooled_coverage_90"] == pytest.approx(metrics.coverage(m, v, t, k).item())
-    nobody = metrics.regression_summary(mean, variance, targets, torch.zeros_like(mask))
+    nobody = summarised(mean, variance, targets, torch.zeros_like(mask))
     assert all(math.isnan(value) for value in nobody.values())
     mean[0, 0] = math.inf
-    assert math.isnan(metrics.regression_summary(mean, variance, targets, mask)["rmse"])
+    assert math.isnan(summarised(mean, variance, targets, mask)["rmse"])
     assert metrics.rmse(mean, targets, mask).isnan().tolist() == [True, False, False, False]
 
 
@@ -85,7 +91,7 @@ def test_scores_and_tables_by_client():
         )
         assert table["width_90"][j] == pytest.approx(2 * 1.6448536269514722 * s.mean())
         assert table["examples"][j] == rows.sum()
-    summary = metrics.regression_summary(mean, variance, targets, mask)
+    summary = summarised(mean, variance, targets, mask)
     assert all(
         summary[name] == pytest.approx(np.nanmean(table[name]))
         for name in ("rmse", "nll", "crps", "coverage_90")
@@ -126,7 +132,7 @@ def test_the_histogram_of_counts_is_flat():
     assert flat.sum().item() == pytest.approx(1)
     assert (flat - 0.1).abs().max() < 0.01
     assert metrics.pit_histogram(2 * mean, 2 * mean, y, mask, distribution="counts")[0, 0] > 0.3
-    summary = metrics.regression_summary(mean, mean, y, mask, distribution="counts")
+    summary = summarised(mean, mean, y, mask, "counts")
     assert summary["nll"] == pytest.approx(
         float(-torch.distributions.Poisson(mean).log_prob(y).mean())
     )

@@ -18,7 +18,7 @@ from bayesfl import calibration
 from bayesfl.evaluation.calibration import Bias, Temperature
 from bayesfl.federation.clients.client_model import ClientModel
 from bayesfl.federation.run.result import Result
-from bayesfl.likelihoods import Bernoulli, Gaussian, Ordinal
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -133,14 +133,14 @@ class Remarked(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ordinal", "two classes", "learned scale"])
+@pytest.mark.parametrize("kind", ["three classes", "two classes", "learned scale"])
 def test_graphs_are_right_where_predictions_are_sure(kind: str, tmp_path: Path):
     """Logits of a hundred, whose sigmoids are 0 in float32; and a file has no source text, which
     may tell more than the network.
     """
     x = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
     y, outputs, likelihood, steps = {
-        "ordinal": (np.digitize(x[:, 0], [-1, 1]), 2, Ordinal(), (Temperature(), Bias())),
+        "three classes": (np.digitize(x[:, 0], [-1, 1]), 3, Categorical(), (Temperature(), Bias())),
         "two classes": ((x[:, 0] > 0).astype(int), 1, Bernoulli(), (Temperature(),)),
         "learned scale": (1e3 * x[:, 0], 2, Gaussian(scale="learned"), ()),
     }[kind]
