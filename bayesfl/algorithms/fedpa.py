@@ -75,12 +75,14 @@ def fedpa(
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         loc = view["w"]["loc"]
-        return {"samples": loc.new_zeros(samples, len(loc))}
+        return {"samples": loc.new_zeros(samples, len(loc)), "taken": loc.new_zeros(samples, 1)}
 
     def add(place: int, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        share = torch.zeros_like(view["samples"][:, :1])
-        share[place] = 1 / average
-        return {"samples": view["samples"] + share * view["w"]["loc"]}
+        one = torch.zeros_like(view["taken"])
+        one[place] = 1
+        taken = view["taken"] + one
+        apart = view["w"]["loc"] - view["samples"]
+        return {"samples": view["samples"] + one * apart / taken.clamp_min(1), "taken": taken}
 
     def correct(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if given["round"] < fedavg_rounds:

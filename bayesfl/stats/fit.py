@@ -259,8 +259,8 @@ class Compared(Refits, ABC):
         likelihood: Of what the likelihood is, in words, by which fits compare.
         evidence: Log marginal likelihood, in nats; None without a prior.
         weighing: What the weights of rows were.
-        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
-            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
+        further: What else a fit can tell, by name: `used rows`; `predict` and `diagnostics`
+            of `glm`, `check`, `concordance` and `survival` of `cox`.
     """
 
     ratio: str | None

@@ -37,13 +37,6 @@ def rated(make: Callable[..., bf.Algorithm], model: nn.Module, factor: float) ->
     return make(model, **options)
 
 
-def refused(model: nn.Module, factor: float) -> bf.Algorithm:
-    """Refuse FedPA, which divides by its own number of batches, however many a study gives it."""
-    raise ValueError(
-        "its averages are over its own number of batches, so that it takes no other number of steps"
-    )
-
-
 def federation(make: Callable[..., FederatedData], seed: int) -> FederatedData:
     """Return clients of which each is one environment, for methods that compare environments."""
     return make(seed=seed).as_environments()
@@ -82,7 +75,7 @@ def parts(size: Size) -> dict[str, Part]:
             data=partial(federation, make),
             model=partial(network, hidden=hidden),
             methods={
-                title: refused if title == "FedPA" else partial(rated, made)
+                title: partial(rated, made)
                 for made, title, _ in PAPERS.values()
             },
             rounds=rounds,

@@ -1,5 +1,6 @@
 """FedPA on linear regressions, against dense algebra and a plain loop."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.composition.phases import Repeat
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
@@ -20,7 +22,7 @@ def method(**options: Any) -> bf.Algorithm:
     return bf.algorithms.fedpa(
         linear_only(torch.full((1, DIM), 0.4)),
         samples=SAMPLES,
-        average=AVERAGE,
+        average=options.pop("average", AVERAGE),
         epochs=WARM,
         batch_size=None,
         optimiser=SGD(RATE),
@@ -66,3 +68,17 @@ def test_the_first_rounds_are_fedavgs(regressions: FederatedData):
     )
     one = run(method(fedavg_rounds=1), regressions).server["w"]["loc"]
     assert_close(one, run(plain, regressions).server["w"]["loc"], atol=1e-9, rtol=0)
+
+
+def test_averages_are_over_the_batches_that_there_were(regressions: FederatedData):
+    """As where a study gives every method the same number of steps."""
+    made = method(shrinkage=0.3)
+    longer = replace(
+        made,
+        phases=tuple(
+            replace(phase, times=AVERAGE + 2) if isinstance(phase, Repeat) else phase
+            for phase in made.phases
+        ),
+    )
+    want = run(method(shrinkage=0.3, average=AVERAGE + 2), regressions).server["w"]["loc"]
+    assert_close(run(longer, regressions).server["w"]["loc"], want, atol=1e-9, rtol=0)
