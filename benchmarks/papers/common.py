@@ -74,10 +74,7 @@ def parts(size: Size) -> dict[str, Part]:
         name: Part(
             data=partial(federation, make),
             model=partial(network, hidden=hidden),
-            methods={
-                title: partial(rated, made)
-                for made, title, _ in PAPERS.values()
-            },
+            methods={title: partial(rated, made) for made, title, _ in PAPERS.values()},
             rounds=rounds,
             seconds=15 if name.startswith("MNIST") else 4,
             seeds=(0,) if size == "quick" else (0, 1, 2),
