@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,6 +62,12 @@ def normed(model: nn.Module) -> nn.Module:
     )
 
 
+def adapted(model: nn.Module) -> nn.Module:
+    """The same network, whose body has the name of an adapter's A."""
+    assert isinstance(model, bf.models.SplitModel)
+    return bf.models.SplitModel(nn.Sequential(OrderedDict(lora_A=model.body)), model.head)
+
+
 def keeping(algorithm: bf.Algorithm) -> bf.Algorithm:
     """The same, but clients keep what they report, where a test can look at it."""
     return replace(algorithm, private={**algorithm.private, **algorithm.reports})
@@ -104,6 +111,11 @@ CASES = (
     Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
     Case("fedrod", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
+    Case(
+        "fedsa_lora",
+        {"steps": 6, "batch_size": 10, "adapt_epochs": 3},
+        of=adapted,
+    ),
     Case(
         "fedbabu",
         {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "optimiser": SGD(1e-2, 0.9, 1e-3)},

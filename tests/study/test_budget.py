@@ -44,7 +44,7 @@ TRAINS = {
     **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
     # the mean of the drawn numbers
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
-    "bpfed": ((6, STEPS),),
+    **dict.fromkeys(("bpfed", "fedsa_lora"), ((6, STEPS),)),
     # each batch trains both chains, and later the body under both, too
     "fedpop": (*((2, STEPS),) * 2, *((3, STEPS),) * 4),
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
@@ -67,7 +67,7 @@ steps on all data."""
 SENDS = {
     "local": (0, 0),
     "scaffold": (2 * W, 2 * W),  # with the control variates
-    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "fedsi_full"), (BODY, BODY)),
+    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "fedsa_lora", "fedsi_full"), (BODY, BODY)),
     "lg_fedavg": (HEAD, HEAD),
     # Counts, h, a variance and centroids; centroids, and which are known as three bools.
     "fedpac": (W + 3 + 48 + 1 + 48, W + 48 + 3 / 8),
