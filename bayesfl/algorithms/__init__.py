@@ -44,6 +44,7 @@ from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
 from bayesfl.algorithms.pvi import pvi
+from bayesfl.algorithms.qlsd import qlsd
 from bayesfl.algorithms.scaffold import scaffold
 from bayesfl.composition import Algorithm
 
@@ -75,6 +76,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "bpfed": (bpfed, "BPFed", "Chen, Liu, Cao, Zhang, 2023"),
     "fedpop": (fedpop, "FedPop", "Kotelevskii, Vono, Moulines, Durmus, NeurIPS 2022"),
     "fola": (fola, "FOLA", "Liu et al., TPAMI 2023"),
+    "qlsd": (qlsd, "QLSD", "Vono, Plassier, Durmus, Dieuleveut, Moulines, AISTATS 2022"),
     "pvi": (pvi, "PVI", "Ashman et al., 2022"),
     "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
@@ -210,6 +212,7 @@ __all__ = [
     "pfedvem",
     "pfedvem_held",
     "pvi",
+    "qlsd",
     "scaffold",
 ]
 
