@@ -659,6 +659,15 @@ def predictions(fed: Federation, result: Any) -> Belief:
     )
 
 
+def chains_at_rows(fed: Federation, result: Any) -> Belief:
+    """The mean and the spread of the values at the new rows by the server's chains."""
+    made, at = result.algorithm, torch.from_numpy(fed.at).float()
+    chains = result.server["w"]["loc"]
+    values = [made.outputs(made.layout("w").leaves(w), at)[:, 0].double() for w in chains]
+    draws = torch.stack(values)
+    return Belief(*(np.tile(t, (len(fed.x), 1)) for t in (draws.mean(0), draws.std(0))))
+
+
 def laplace_of_rows(structure: str, fed: Federation, result: Any) -> Belief:
     """Laplace's approximation at the server's network, of all rows in one place."""
     x, _ = fed.rows()
@@ -702,6 +711,7 @@ PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
+QLSD = partial(METHODS.qlsd, chains=50, step=2e-4, levels=127)
 BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
 BY_COPY = Mixture("components", "pi", each=KNOWN)
 
@@ -790,6 +800,7 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
         "fedep": Way(
             at_product(predicting(FEDEP, LinearisedBelief()), predictions), count, ("fedep",)
         ),
+        "qlsd": Way(at_mode(QLSD, chains_at_rows), count, ("qlsd",)),
         "fola": Way(
             at_product(predicting(FOLA, LinearisedBelief()), predictions), count, ("fola",)
         ),

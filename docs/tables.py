@@ -83,6 +83,8 @@ ARXIV = {
     "pfedhn": "2103.04628",
     "pfedme": "2006.08848",
     "pvi": "2202.12275",
+    "fedsa_lora": "2410.01463",
+    "qlsd": "2106.00797",
     "scaffold": "1910.06378",
 }
 """Where each method's paper stands on arXiv."""

@@ -15,6 +15,8 @@ scales held, and some predict by a Laplace approximation, too:
 int64, with dropout.
 - `adapters`: a network that was trained on pooled images is frozen, batch norm included; clients
   with cameras of their own train low-rank terms beside its layers, with dropout.
+- `lora`: a vision transformer of Hugging Face's, trained on pooled images, is frozen in bfloat16;
+  the same clients train adapters of peft's beside its queries and values.
 - `two_inputs`: images with missing pixels, a mapping of floats and bools, {"values": ...,
 "missing": ...}.
 
@@ -22,13 +24,15 @@ The quick size takes scikit-learn's digits, and for the transformer its pages on
 script prints a table for each part, and writes them into a folder.
 """
 
+import copy
 import importlib.resources
 import string
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,12 +83,14 @@ SIZES = {
     "resnet": Size("fashion-mnist", clients=6, train=150, test=150, rounds=30),
     "transformer": Size("shakespeare", clients=10, train=400, test=100, rounds=15),
     "adapters": Size("mnist", clients=6, train=100, test=300, rounds=20),
+    "lora": Size("mnist", clients=6, train=100, test=300, rounds=20),
     "two_inputs": Size("mnist", clients=8, train=200, test=300, rounds=40),
 }
 QUICK = {
     "resnet": Size("digits", clients=2, train=10, test=10, rounds=1),
     "transformer": Size("pages", clients=3, train=30, test=10, rounds=1),
     "adapters": Size("digits", clients=3, train=20, test=20, rounds=1),
+    "lora": Size("digits", clients=3, train=20, test=20, rounds=1),
     "two_inputs": Size("digits", clients=3, train=20, test=20, rounds=1),
 }
 
@@ -92,13 +98,13 @@ QUICK = {
 @dataclass(frozen=True)
 class Part:
     """What a study has of a network, and other predictors for what methods have learnt: {title:
-    (method, predictor)}.
+    (method, predictor)}, None for `result.laplace()`.
     """
 
     data: Callable[..., FederatedData]
     model: Callable[..., nn.Module]
     methods: dict[str, Make]
-    laplace: dict[str, tuple[str, LinearisedLaplace]]
+    laplace: Mapping[str, tuple[str, LinearisedLaplace | None]]
 
 
 def pixels(dataset: str, root: Path | None) -> tuple[Tensor, Tensor]:
@@ -292,6 +298,79 @@ def adapters(size: Size, root: Path | None) -> Part:
     return Part(data, model, methods, laplace)
 
 
+def gaussian(model: nn.Module, **steps: Any) -> bf.Algorithm:
+    """Each client's Gaussian belief about its adapters, under a prior around the mean of all."""
+    prior = bf.priors.Normal(
+        centre=bf.priors.server_mean("lora"),
+        variance=lambda given, view: torch.full_like(view["n"], 0.01)[..., None],
+    )
+    belief = bf.posteriors.MeanField(init_scale=0.01)
+    blocks = {
+        "lora": bf.Block("*lora_*", posterior=belief, prior=prior, keep=True),
+        "head": bf.Block("!*lora_*"),
+    }
+    both = ("lora", "head")
+    step = bf.Descend(bf.Energy(both, both, likelihood="sum"), **steps)
+    return bf.Algorithm(model, blocks, (step,), parts=both, adapt=(step,), draws=20)
+
+
+def frozen_a(model: nn.Module) -> nn.Module:
+    """The model with every A frozen at its start."""
+    made = copy.deepcopy(model)
+    for name, p in made.named_parameters():
+        p.requires_grad_(p.requires_grad and "lora_A" not in name)
+    return made
+
+
+def lora(size: Size, root: Path | None) -> Part:
+    """A frozen vision transformer in half precision; A and B shared, one of them, or neither."""
+
+    def data(seed: int) -> FederatedData:
+        clients = by_camera(size, dealt(size, seed, root)[0], seed)
+        return clients.transformed(lambda x: x.float() / 255)
+
+    def model(clients: FederatedData, seed: int) -> nn.Module:
+        torchvision()  # peft and transformers import it
+        from peft import LoraConfig, get_peft_model
+        from transformers import ViTConfig, ViTForImageClassification
+
+        torch.manual_seed(seed)
+        _, (x, y) = dealt(size, seed, root)
+        side, shape = x.shape[-1], {"hidden_size": 32, "intermediate_size": 64}
+        vit = ViTForImageClassification(
+            ViTConfig(
+                image_size=side,
+                patch_size=side // 4,
+                num_channels=1,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_labels=clients.outputs,
+                **shape,
+            )
+        )
+        trained(bf.models.logits(vit), x[:10000].float() / 255, y[:10000], steps=100 * size.rounds)
+        config = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]
+        )
+        return bf.models.logits(get_peft_model(vit.bfloat16(), config).eval())
+
+    adam, passes = {"batch_size": 20, "optimiser": Adam(3e-3)}, {"epochs": 5}
+    methods: dict[str, Make] = {
+        "Shared A and B": partial(bf.algorithms.fedavg, **adam, **passes),
+        "Shared B, frozen A (FFA-LoRA)": lambda model: bf.algorithms.fedavg(
+            frozen_a(model), **adam, **passes
+        ),
+        "Shared A, own B (FedSA-LoRA)": partial(bf.algorithms.fedsa_lora, **adam, steps=20),
+        "Own A and B": partial(bf.algorithms.local, **adam, **passes),
+        "Gaussian A and B": partial(gaussian, **adam, **passes, draws=2),
+    }
+    laplace = {
+        "Shared A and B, Laplace of the last layer": ("Shared A and B", None),
+        "FedSA-LoRA, Laplace over B": ("Shared A, own B (FedSA-LoRA)", LinearisedLaplace("B")),
+    }
+    return Part(data, model, methods, laplace)
+
+
 class WithMissing(nn.Module):
     """Features [B, hidden] of values [B, D] of which some are missing, [B, D] bool."""
 
@@ -341,6 +420,7 @@ PARTS = {
     "resnet": resnet,
     "transformer": transformer,
     "adapters": adapters,
+    "lora": lora,
     "two_inputs": two_inputs,
 }
 SHOWN = {name: f"personal_{name}" for name in ("accuracy", "nll", "pooled_ece")}
@@ -369,10 +449,13 @@ def measured(
     for title, (method, predictor) in part.laplace.items():
         for run in (run for run in table.rows if run.method == method):
             result = table.result(method, run.seed)
-            result = replace(result, algorithm=replace(result.algorithm, predictor=predictor))
-            found = result.predict().summary(result.data.test)
-            precision = torch.tensor(result.tuned).log10().item()
-            yield title, run, {key: found[key] for key in SHOWN} | {"log10_precision": precision}
+            if predictor is None:
+                result, own = result.laplace(), {}
+            else:
+                result = replace(result, algorithm=replace(result.algorithm, predictor=predictor))
+                own = {"log10_precision": torch.tensor(result.tuned).log10().item()}
+            found: dict[str, Any] = result.predict().summary(result.data.test)
+            yield title, run, {key: found[key] for key in SHOWN} | own
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,6 +62,12 @@ def normed(model: nn.Module) -> nn.Module:
     )
 
 
+def adapted(model: nn.Module) -> nn.Module:
+    """The same network, whose body has the name of an adapter's A."""
+    assert isinstance(model, bf.models.SplitModel)
+    return bf.models.SplitModel(nn.Sequential(OrderedDict(lora_A=model.body)), model.head)
+
+
 def keeping(algorithm: bf.Algorithm) -> bf.Algorithm:
     """The same, but clients keep what they report, where a test can look at it."""
     return replace(algorithm, private={**algorithm.private, **algorithm.reports})
@@ -105,6 +112,11 @@ CASES = (
     Case("fedrod", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case(
+        "fedsa_lora",
+        {"steps": 6, "batch_size": 10, "adapt_epochs": 3},
+        of=adapted,
+    ),
+    Case(
         "fedbabu",
         {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "optimiser": SGD(1e-2, 0.9, 1e-3)},
     ),
@@ -129,6 +141,7 @@ CASES = (
     Case("bpfed", {"steps": 6, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),
     Case("fedpop", {"chains": 2, "burn_in": 2, "kept": 3, "batch_size": 10, "adapt_steps": 3}),
     Case("fola", {"epochs": 2, "batch_size": 10}),
+    Case("qlsd", {"chains": 2, "batch_size": 10, "levels": 5}),
     Case("pvi", {"epochs": 2, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),
     Case("fedep", {"epochs": 2, "batch_size": 10}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),

@@ -2,6 +2,7 @@
 blocks and phases.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from bayesfl.algorithms.fedpop import fedpop
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
 from bayesfl.algorithms.fedrod import fedrod
+from bayesfl.algorithms.fedsa_lora import fedsa_lora
 from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
 from bayesfl.algorithms.fola import fola
 from bayesfl.algorithms.group_dro import group_dro
@@ -42,6 +44,7 @@ from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
 from bayesfl.algorithms.pvi import pvi
+from bayesfl.algorithms.qlsd import qlsd
 from bayesfl.algorithms.scaffold import scaffold
 from bayesfl.composition import Algorithm
 
@@ -59,6 +62,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedpac": (fedpac, "FedPAC", "Xu, Tong, Huang, ICLR 2023"),
     "fedrod": (fedrod, "Fed-RoD", "Chen, Chao, ICLR 2022"),
     "lg_fedavg": (lg_fedavg, "LG-FedAvg", "Liang et al., 2020"),
+    "fedsa_lora": (fedsa_lora, "FedSA-LoRA", "Guo et al., ICLR 2025"),
     "fedbabu": (fedbabu, "FedBABU", "Oh, Kim, Yun, ICLR 2022"),
     "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
@@ -72,6 +76,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "bpfed": (bpfed, "BPFed", "Chen, Liu, Cao, Zhang, 2023"),
     "fedpop": (fedpop, "FedPop", "Kotelevskii, Vono, Moulines, Durmus, NeurIPS 2022"),
     "fola": (fola, "FOLA", "Liu et al., TPAMI 2023"),
+    "qlsd": (qlsd, "QLSD", "Vono, Plassier, Durmus, Dieuleveut, Moulines, AISTATS 2022"),
     "pvi": (pvi, "PVI", "Ashman et al., 2022"),
     "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
@@ -131,8 +136,9 @@ def available() -> list[Entry]:
     entries = []
     plain = mlp(2, hidden=2, outputs=2)
     normed = SplitModel(nn.Sequential(plain.body, nn.BatchNorm1d(2)), plain.head)
+    adapted = nn.Sequential(OrderedDict(lora_A=nn.Linear(2, 2), lora_B=nn.Linear(2, 2)))
     for name, (make, title, paper) in PAPERS.items():
-        algorithm = make(normed if make is fedbn else plain)
+        algorithm = make({fedbn: normed, fedsa_lora: adapted}.get(make, plain))
         server = algorithm.init(1)
         rows = algorithm.rows(server)
         beliefs = [
@@ -183,6 +189,7 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedrod",
+    "fedsa_lora",
     "fedsi",
     "fedsi_fac",
     "fedsi_full",
@@ -205,6 +212,7 @@ __all__ = [
     "pfedvem",
     "pfedvem_held",
     "pvi",
+    "qlsd",
     "scaffold",
 ]
 

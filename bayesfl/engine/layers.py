@@ -32,7 +32,7 @@ from bayesfl.engine.recording import (
 from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws, batched
 from bayesfl.models.altered import cut
 from bayesfl.models.copies import duplicate
-from bayesfl.models.modes import twin
+from bayesfl.models.modes import halved, twin
 from bayesfl.models.weights import call_at
 
 T = TypeVar("T")
@@ -189,6 +189,8 @@ def _recording(module: nn.Module, x: Inputs) -> Recording | str:
     def made() -> Recording:
         if any(p._backward_hooks or p._backward_pre_hooks for p in module.modules()):
             raise Unrecordable("has hooks of gradients")
+        if halved(module):
+            raise Unrecordable("has frozen layers in half precision")
         return recorded(_wide(module), _examples(x, EXAMPLES))
 
     return _once("recording", module, x, lambda: _tried(made))

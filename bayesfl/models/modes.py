@@ -4,14 +4,19 @@ draws.
 
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from bayesfl.models.copies import copied
 
 STATISTICS = ("running_mean", "running_var")
 """Names of a norm's buffers that follow the batches."""
+HALF = (torch.float16, torch.bfloat16)
+"""Precisions in which no parameter is trained, but frozen layers may compute."""
 
 _LOCK = threading.RLock()
 _COPIES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[threading.Thread, nn.Module]]]" = (
@@ -111,6 +116,8 @@ def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Modu
     """Return this thread's own copy of a module, in the precision and on the device of `like`,
     without gradients of its own; one that a thread has left behind, or else a new one.
 
+    Layers in `halved` keep their precision, and share the module's memory on its device.
+
     It is in evaluation mode, or, to `train`, as `in_training` makes it.
     """
     me, key = threading.current_thread(), (like.dtype, like.device, train)
@@ -121,10 +128,57 @@ def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Modu
             copies[me] = copies.pop(left)
         elif me not in copies:
             made = in_training(module) if train else copied(module).eval()
-            copies[me] = made.to(dtype=like.dtype, device=like.device).requires_grad_(False)
+            copies[me] = _moved(made, like).requires_grad_(False)
             for part, own in zip(module.modules(), made.modules(), strict=True):
                 _TWINS[own] = weakref.ref(part), train
         return copies[me]
+
+
+def halved(module: nn.Module) -> list[nn.Module]:
+    """Return the layers in half precision of whose own parameters none is trained, but for norms
+    with statistics.
+    """
+    layers = [(part, [*part.parameters(recurse=False)]) for part in module.modules()]
+    return [
+        part
+        for part, own in layers
+        if any(p.dtype in HALF for p in own)
+        and not any(p.requires_grad for p in own)
+        and not isinstance(part, nn.modules.batchnorm._NormBase)
+    ]
+
+
+def _moved(module: nn.Module, like: Tensor) -> nn.Module:
+    """Move a module to the precision and the device of `like`.
+
+    Layers in `halved` are only moved to the device: they compute in their own precision, and return
+    that of `like`.
+    """
+    half = halved(module)
+    for part in module.modules():
+        for t in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            fixed = part in half or not t.is_floating_point()
+            t.data = t.data.to(like.device, None if fixed else like.dtype)
+    for part in half:
+        part.register_forward_pre_hook(_given, with_kwargs=True)
+        part.register_forward_hook(partial(_returned, like.dtype))
+    return module
+
+
+def _given(part: nn.Module, args: Any, named: Any) -> Any:
+    own = next(part.parameters(recurse=False)).dtype
+    return tree_map(partial(_cast, own), (args, named))
+
+
+def _returned(dtype: torch.dtype, part: nn.Module, args: Any, outputs: Any) -> Any:
+    if next(part.parameters(recurse=False)).dtype not in HALF:  # moved since
+        return outputs
+    return tree_map(partial(_cast, dtype), outputs)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    real = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if real else value
 
 
 def twin(part: nn.Module) -> tuple[nn.Module, bool | None]:

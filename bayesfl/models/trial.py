@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, at, call, count, each, form, named
 from bayesfl.base.numerics import apart, same
-from bayesfl.models.copies import ELSEWHERE, originals, rescaled
-from bayesfl.models.modes import STATISTICS, norms, own_copy, rate
+from bayesfl.models.copies import ELSEWHERE, copied, originals, rescaled
+from bayesfl.models.modes import STATISTICS, halved, norms, own_copy, rate
 from bayesfl.models.remedies import explained
 from bayesfl.models.weights import call_at, strangers
 
@@ -70,10 +70,12 @@ def tried(model: nn.Module, x: Inputs, like: Tensor) -> Trial:
     trials = _TRIALS.setdefault(model, {})
     key = (form(x), count(x))
     if key not in trials:
-        seen = _evaluated(own_copy(model, like), x)
+        # In half precision rounding would hide what the trial looks for.
+        whole = copied(model).to(like.dtype) if halved(model) else model
+        seen = _evaluated(own_copy(whole, like), x)
         if one_row_each(seen.outputs, x):
             trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-            seen = _trained(own_copy(model, like, train=True), x, seen, trainable)
+            seen = _trained(own_copy(whole, like, train=True), x, seen, trainable)
         trials[key] = seen
     return trials[key]
 

@@ -44,9 +44,10 @@ TRAINS = {
     **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
     # the mean of the drawn numbers
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
-    "bpfed": ((6, STEPS),),
+    **dict.fromkeys(("bpfed", "fedsa_lora"), ((6, STEPS),)),
     # each batch trains both chains, and later the body under both, too
     "fedpop": (*((2, STEPS),) * 2, *((3, STEPS),) * 4),
+    "qlsd": ((1, STEPS),) * 2,  # both chains
     **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
     **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
     "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
@@ -67,7 +68,7 @@ steps on all data."""
 SENDS = {
     "local": (0, 0),
     "scaffold": (2 * W, 2 * W),  # with the control variates
-    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "fedsi_full"), (BODY, BODY)),
+    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "fedsa_lora", "fedsi_full"), (BODY, BODY)),
     "lg_fedavg": (HEAD, HEAD),
     # Counts, h, a variance and centroids; centroids, and which are known as three bools.
     "fedpac": (W + 3 + 48 + 1 + 48, W + 48 + 3 / 8),
@@ -79,6 +80,8 @@ SENDS = {
     "bpfed": (2 * BODY, 2 * BODY),
     "fedpop": (BODY + 2 * HEAD + 1,) * 2,  # both chains, and a variance
     "fola": (2 * W, 2 * W + 1),  # and the number of clients
+    # levels in a byte each, and a unit, of two chains; a number of clients and one for the noise
+    "qlsd": (2 * W / 8 + 2, 2 * W + 2),
     **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the damping
     "pfedvem": (W + 1, W + 1),  # the scale
     "clustered": (W + 1, W),

@@ -13,7 +13,7 @@ from bayesfl.evaluation.plots.diagrams import reliability, reliability_compare
 from bayesfl.evaluation.plots.forest import forest
 from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
-from bayesfl.evaluation.plots.posteriors import marginals, subnetwork
+from bayesfl.evaluation.plots.posteriors import marginals, predictions, subnetwork
 from bayesfl.evaluation.plots.promises import coverage, evidence
 from bayesfl.evaluation.plots.studies import paired, study
 from bayesfl.evaluation.plots.survival import kaplan_meier
@@ -31,6 +31,7 @@ __all__ = [
     "learning_curves",
     "marginals",
     "paired",
+    "predictions",
     "reliability",
     "reliability_compare",
     "risk_coverage",

@@ -95,6 +95,7 @@ DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "learning_curves": lambda n, r: bf.plots.learning_curves({n: r, "b": r}),
     "marginals": lambda n, r: bf.plots.marginals({n: fitted(), "b": fitted()}),
     "paired": lambda n, r: bf.plots.paired(bf.table({n: r, "b": r}), n, "b"),
+    "predictions": lambda n, r: bf.plots.predictions(fitted(), torch.randn(5, 2), title=n),
     "reliability": lambda n, r: bf.plots.reliability(r, by="client", title=n),
     "reliability_compare": lambda n, r: bf.plots.reliability_compare({n: r, "b": r}),
     "risk_coverage": lambda n, r: bf.plots.risk_coverage({n: r, "b": r}),
