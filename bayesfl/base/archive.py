@@ -126,8 +126,8 @@ def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
     """Return the plain values and the tensors of a file of one kind.
 
     Raises:
-        CheckpointError: As by `read`.
-        OtherFileError: As by `read`; or it is of another kind.
+        CheckpointError: See `read`.
+        OtherFileError: See `read`; or it is of another kind.
     """
     found, said, tensors = read(path)
     if found != kind:

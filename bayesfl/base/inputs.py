@@ -63,7 +63,7 @@ def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         TypeError: There is something else than tensors, tuples and mappings.
-        ValueError: A tuple or a mapping is empty, or a name is no text.
+        ValueError: A tuple or a mapping is empty, or a name is not a text.
     """
     if isinstance(x, Tensor):
         yield name, x

@@ -400,8 +400,8 @@ def arguments(
     Python refuses the call.
 
     Raises:
-        TypeError: As by `Option`, or there is no such option.
-        ValueError: As by `Option`; or an option is given that another leaves without effect.
+        TypeError: See `Option`, or there is no such option.
+        ValueError: See `Option`; or an option is given that another leaves without effect.
     """
     signature, declared_as = signature_of(function), options_of(function)
     try:

@@ -23,7 +23,7 @@ from bayesfl.base.options import Range
 from bayesfl.base.targets import Targets
 
 Tensors: TypeAlias = dict[str, Tensor]
-"""One belief about a block, such as {"loc": [..., D], "rho": [..., D]}."""
+"""One posterior about a block, such as {"loc": [..., D], "rho": [..., D]}."""
 
 
 Server: TypeAlias = dict[str, Any]
@@ -83,7 +83,7 @@ RESERVED = ("n", "ids", "round", "rounds", "clients")
 
 @runtime_checkable
 class Posterior(Protocol):
-    """The interface of a belief q(w) about a block's weights; every tensor is [..., D]."""
+    """The interface of a posterior q(w) about a block's weights; every tensor is [..., D]."""
 
     def init(self, loc: Tensor) -> Tensors:
         """Return the belief that a client starts from, centred at `loc` [..., D]; may alias it."""
@@ -112,7 +112,7 @@ class Posterior(Protocol):
 
 @runtime_checkable
 class Prior(Protocol):
-    """The interface of a prior p(w_j | w), which ties a client's belief to the federation."""
+    """The interface of a prior p(w_j | w), which ties a client's posterior to the federation."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
         """Return the expected negative log prior [...] in nats, with all constants, for moments

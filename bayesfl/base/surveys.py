@@ -109,7 +109,7 @@ def conduct(survey: Survey, ask: Ask, about: Any) -> Tensors:
     Args:
         survey: The survey.
         ask: How a question is put.
-        about: As in `Survey.start`.
+        about: See `Survey.start`.
 
     Raises:
         ValueError: The survey does not fit, or an answer's sum has another shape, is not finite, or
@@ -182,7 +182,7 @@ def answers(
     """Return the answers of the clients of `local`, [J, ...] in float64, each checked.
 
     Raises:
-        ValueError: As by `checked`.
+        ValueError: See `checked`.
     """
     return checked(
         survey.answer(state, local),

@@ -288,8 +288,8 @@ def factors(curvature: Curvature, x: Data) -> tuple[list[tuple[Tensor, Tensor]],
     input, which is always 1.
 
     Raises:
-        ValueError: As by `invert_factors`.
-        MemoryError: As by `invert_factors`.
+        ValueError: See `invert_factors`.
+        MemoryError: See `invert_factors`.
     """
     layers, vectors = _layers(curvature)
     require(
@@ -307,7 +307,7 @@ def orders(curvature: Curvature) -> list[tuple[int, int]]:
     """Return the orders (H, I) of each layer's `factors`.
 
     Raises:
-        ValueError: As by `invert_factors`.
+        ValueError: See `invert_factors`.
     """
     layers, vectors = _layers(curvature)
     names = curvature.layout.names

@@ -560,7 +560,7 @@ class _Beliefs(_Vectors):
         return self._layout.leaves(self._drawn.detach()), self._layout.leaves(self._slope)
 
     def slopes(self) -> list[Tensor]:
-        """Return the energy's slopes at the belief's tensors, through the draw and through
+        """Return the energy's slopes at the posterior's tensors, through the draw and through
         the KL.
         """
         divergence = self._weight * self._algorithm.divergence(

@@ -175,7 +175,7 @@ def largest(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch
 ) -> Tensor:
     """Compute the largest eigenvalue of the curvature of a phase's weighted mean loss in its one
-    block, at the means of all beliefs.
+    block, at the means of all posteriors.
 
     Raises:
         TypeError: The curvature of the likelihood is not known.

@@ -165,7 +165,7 @@ def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
         algorithm: The method that made them.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`.
+        TypeError: `algorithm` is not an `Algorithm`.
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
             with another method.
 

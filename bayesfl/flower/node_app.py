@@ -68,7 +68,7 @@ def client_app(
             options as there; the client predicts with its own parameters, which stay in its folder.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, a measure no
+        TypeError: `algorithm` is not an `Algorithm`, `share_measures` no truth value, a measure no
             function, or a step of calibration none.
         ValueError: The name of a measure is not of small letters, digits and underscores, a step of
             calibration is none of bayesfl's, or it needs a server's model, which the method has

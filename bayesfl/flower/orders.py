@@ -141,9 +141,9 @@ def orders(
         kept: For each state of the server that may be asked for again its `base`: the names of the
             clients' states, a tuple of J.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
-        survey: As of `Order`.
-        survey_states: As of `Order`.
-        whole: As of `Order`.
+        survey: See `Order`.
+        survey_states: See `Order`.
+        whole: See `Order`.
 
     Returns:
         The message to each client, by its id.

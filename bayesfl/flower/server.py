@@ -59,7 +59,7 @@ def server_app(algorithm: Method, **options: Any) -> ServerApp:
     If options depend on the run's configuration, call `serve` in a main function of your own.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `serve` has no such option.
+        TypeError: `algorithm` is not an `Algorithm`, or `serve` has no such option.
 
     Example:
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
@@ -157,7 +157,7 @@ def serve(
             cannot be taken, such as those with another method, and no other one was taken for
             `timeout` seconds.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
-        DivergenceError: The server's state is no longer finite. As by `simulate`, an error in a
+        DivergenceError: The server's state is no longer finite. See `simulate`, an error in a
             round or after the last one carries the run as `error.result`.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
@@ -383,7 +383,7 @@ class _OverFlower(Clients[Deployed]):
             name: Its name in messages.
 
         Raises:
-            ValueError: As by `bayesfl.base.surveys.conduct`.
+            ValueError: See `bayesfl.base.surveys.conduct`.
             BadClients: A client does not answer, or wrongly, and bad clients stop the run.
             FailedSurvey: Clients were lost each of the times that it began.
         """

@@ -204,10 +204,10 @@ def analysis_app(
     If options depend on the run's configuration, call `analyse` in a main function of your own.
 
     Args:
-        analysis: As of `analyse`.
-        sites: As of `analyse`.
-        timeout: As of `analyse`.
-        formula: As of `analyse`.
+        analysis: See `analyse`.
+        sites: See `analyse`.
+        timeout: See `analyse`.
+        formula: See `analyse`.
 
     Example:
         >>> def analysis(sites):

@@ -1,4 +1,4 @@
-"""Beliefs about weights, which can be used without a federation.
+"""Posteriors about weights, which can be used without a federation.
 
 Those of one module are made by `fit`, or by a function that returns `Samples`, from inputs and
 labels or batches of them; they `predict`, go `to_arviz`, and are saved and loaded.

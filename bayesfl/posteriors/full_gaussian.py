@@ -22,7 +22,7 @@ class FullGaussian(Family):
 
     The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on how
     wide the belief is. The root makes a step of Adam, which moves all D of a weight as far, change
-    its width no more than a step of its own `rho` does. One belief takes D^2 numbers, 16 MB for
+    its width no more than a step of its own `rho` does. One posterior takes D^2 numbers, 16 MB for
     2,000 weights in float32, and a step as many: it serves to some thousands of weights.
 
     Args:
@@ -39,7 +39,7 @@ class FullGaussian(Family):
     """
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, standard deviation
         `init_scale` everywhere and no correlations.
 
         Raises:
@@ -97,12 +97,12 @@ class FullGaussian(Family):
         return precision, (precision @ q["loc"].unsqueeze(-1)).squeeze(-1)
 
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters."""
+        """Return the posterior with these natural parameters."""
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
         return self.of_moments((covariance @ weighted.unsqueeze(-1)).squeeze(-1), covariance)
 
     def of_moments(self, mean: Tensor, covariance: Tensor) -> Tensors:
-        """Return the belief with this mean [..., D] and covariance [..., D, D]."""
+        """Return the posterior with this mean [..., D] and covariance [..., D, D]."""
         root = torch.linalg.cholesky(covariance)
         scale = root.diagonal(dim1=-2, dim2=-1)
         return {

@@ -50,13 +50,13 @@ def ivon(
     step has one draw.
 
     Args:
-        model: As of `MeanField.fit`.
-        x: As of `MeanField.fit`.
-        y: As of `MeanField.fit`.
-        precision: As of `MeanField.fit`.
-        centre: As of `MeanField.fit`.
-        likelihood: As of `MeanField.fit`.
-        pattern: As of `MeanField.fit`.
+        model: See `MeanField.fit`.
+        x: See `MeanField.fit`.
+        y: See `MeanField.fit`.
+        precision: See `MeanField.fit`.
+        centre: See `MeanField.fit`.
+        likelihood: See `MeanField.fit`.
+        pattern: See `MeanField.fit`.
         steps: Number of steps.
         batch_size: Number of examples of a step, for inputs and labels; None for all of them.
         rate: The rate, a number or a schedule over the steps.
@@ -66,7 +66,7 @@ def ivon(
         seed: Seed of the draws and of the order of examples.
 
     Raises:
-        ValueError: As by `MeanField.fit`.
+        ValueError: See `MeanField.fit`.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3

@@ -383,10 +383,10 @@ class Laplace(Drawn):
             precision: The new precision, as in `fit`.
 
         Raises:
-            ValueError: As in `fit`, or `x` has another number of examples than the posterior was
+            ValueError: See `fit`, or `x` has another number of examples than the posterior was
                 fitted to.
-            MemoryError: As in `fit`.
-            torch.linalg.LinAlgError: As in `fit`.
+            MemoryError: See `fit`.
+            torch.linalg.LinAlgError: See `fit`.
         """
         if x is not None and one_batch(x):
             _check_count(self.examples, count(of_batch(x)))

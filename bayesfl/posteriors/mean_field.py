@@ -43,7 +43,7 @@ class MeanField(Family):
     scale_rate: NotNegative = 1.0
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, and standard deviation
         `init_scale` everywhere.
         """
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
@@ -78,7 +78,7 @@ class MeanField(Family):
         return precision, precision * loc
 
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters."""
+        """Return the posterior with these natural parameters."""
         return {"loc": weighted / precision, "rho": inverse_softplus((1 / precision).sqrt())}
 
     def _slowed(self, rho: Tensor) -> Tensor:

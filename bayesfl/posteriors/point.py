@@ -1,4 +1,4 @@
-"""The point posterior, with all belief on one value of the weights."""
+"""The point posterior, with all mass on one value of the weights."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Point:
     """
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases."""
+        """Return the posterior with centre `loc` [..., D], which it aliases."""
         return {"loc": loc}
 
     def noise_size(self, size: int) -> int:

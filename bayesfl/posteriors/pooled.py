@@ -70,7 +70,7 @@ class PooledPosterior(Laplace):
             precision: The new precision, one number or one for each covered weight, [D].
 
         Raises:
-            ValueError: As by `Laplace.with_precision`.
+            ValueError: See `Laplace.with_precision`.
         """
         if x is not None or self.structure != "full" or isinstance(self.inverse, Kronecker):
             return super().with_precision(x, precision)

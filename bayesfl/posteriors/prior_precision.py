@@ -80,8 +80,8 @@ def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor
 
     Args:
         fitted: The approximation of all covered weights, under any precision.
-        x: As in `by_evidence`.
-        centre: As in `by_evidence`.
+        x: See `by_evidence`.
+        centre: See `by_evidence`.
 
     Raises:
         ValueError: `fitted` is of a subnetwork, of whose layers some have no weights; or as in
@@ -124,7 +124,7 @@ def by_noise_evidence(
         fitted: The approximation, under any precision and noise.
         x: The inputs that it was fitted to, [N, ...], or batches of (x, y).
         y: Their targets; None where batches bring them.
-        centre: As in `by_evidence`.
+        centre: See `by_evidence`.
 
     Raises:
         TypeError: The likelihood is not Gaussian, or learns its scale.

@@ -47,7 +47,7 @@ class Variational(Drawn):
     """A Gaussian that variational inference fitted, made by `MeanField.fit` or `FullGaussian.fit`.
 
     Args:
-        family: The family, which reads the belief.
+        family: The family, which reads the posterior.
         belief: The Gaussian's own tensors, in the model's precision.
         target: The model, its likelihood, the prior and the number of examples; its data are those
             of the fit, or none after `load`.
@@ -160,7 +160,7 @@ class Family(ABC):
 
     @abstractmethod
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, and standard deviation
         `init_scale` everywhere.
         """
 
@@ -194,7 +194,7 @@ class Family(ABC):
 
     @abstractmethod
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters, which `natural` returns."""
+        """Return the posterior with these natural parameters, which `natural` returns."""
 
     @classmethod
     @declared

@@ -150,7 +150,7 @@ def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> 
     """Return a table for a notebook, of the first ten rows alone where there are more.
 
     Args:
-        columns: As of `table`.
+        columns: See `table`.
         caption: What is said above it.
     """
     count = max((len(column) for column in columns.values()), default=0)

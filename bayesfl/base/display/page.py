@@ -82,8 +82,8 @@ def write_page(
 
     Args:
         path: The file.
-        title: As of `page`.
-        sections: As of `page`.
-        **more: As of `page`.
+        title: See `page`.
+        sections: See `page`.
+        **more: See `page`.
     """
     atomic_write(path, page(title, sections, **more))

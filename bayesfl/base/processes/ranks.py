@@ -81,7 +81,7 @@ class Alone:
             step: It runs at each rank, with what the rank before has left.
 
         Raises:
-            LostRankError: As by `every`.
+            LostRankError: See `every`.
         """
         return step(state)
 

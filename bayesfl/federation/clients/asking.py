@@ -61,7 +61,7 @@ def survey(
         aggregation: How answers are added, as `SecureSum()`; None adds them openly.
 
     Raises:
-        TypeError: It is no survey, or the aggregation cannot add answers.
+        TypeError: It is not a survey, or the aggregation cannot add answers.
         ValueError: There is no such split; or an answer has another shape than the question
             declares, or is not finite.
 

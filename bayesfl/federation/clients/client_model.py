@@ -93,7 +93,7 @@ class ClientModel:
         schema: What the rows look like: as the client has them, as the model receives them, and
             what is predicted.
         value: The number that the method's predictor tunes; None where it has none.
-        plug_in: Whether it predicts at the means of its beliefs alone.
+        plug_in: Whether it predicts at the posterior means alone.
         predictor: The client's predictor as it was fitted to training data; None where the method
             has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
@@ -168,7 +168,7 @@ class ClientModel:
             The predictions, tensors [N, ...] without an axis of clients.
 
         Raises:
-            TypeError: `x` is no array.
+            TypeError: `x` is not an array.
             ValueError: `x` has other columns, other inputs or inputs of other names, rows of
                 another shape, no rows or different numbers of them, another kind of numbers (whole
                 ones for floats) or none (complex ones, text, dates, objects), or numbers that are
@@ -222,7 +222,7 @@ class ClientModel:
                 epistemic uncertainty of the predictions, which needs no labels.
 
         Raises:
-            ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
+            ValueError: See `predict`; or the client's model has no conformal sets, `y` does not
                 fit `x`, or there is no epistemic uncertainty.
         """
         check_index(x=x, y=y)
@@ -328,7 +328,7 @@ class ClientModel:
         return found[-1]
 
     def model(self) -> nn.Module:
-        """Return the network at the means of the client's beliefs: a module of its own, in
+        """Return the network at the posterior means: a module of its own, in
         evaluation mode.
 
         Its outputs are what the likelihood reads, such as logits. It has nothing of the
@@ -363,11 +363,11 @@ class ClientModel:
             path: The file, such as `"bern.onnx"`.
             x: Two example rows or more, as of `predict`, for which the graph is compared with
                 `predict`.
-            plug_in: Whether to predict at the means of the beliefs, of an uncalibrated client that
+            plug_in: Whether to predict at the posterior means, of an uncalibrated client that
                 averages over a posterior.
 
         Raises:
-            ValueError: As by `predict`; or the client averages over a posterior, which a graph has
+            ValueError: See `predict`; or the client averages over a posterior, which a graph has
                 not, or the graph would predict otherwise.
         """
         made = replace(self, plug_in=True) if plug_in else self
@@ -441,7 +441,7 @@ class ClientModel:
         Args:
             path: The folder, made if it does not exist.
             plug_in: Whether to leave the covariance out, and to predict at the means of the
-                beliefs.
+                posteriors.
 
         Raises:
             TypeError: `path` is neither text nor a path.
@@ -503,7 +503,7 @@ class ClientModel:
         """Return the tensors from which the predictor is restored.
 
         Raises:
-            AttributeError: The method's predictor is no `StoredPredictor`.
+            AttributeError: The method's predictor is not a `StoredPredictor`.
             MemoryError: A tensor takes more than `LARGEST_TENSOR` bytes.
         """
         rule = self._rule
@@ -550,7 +550,7 @@ def client_model(
     rule = algorithm.predictor
     told = {**given, **known}
     predictor = None if rule is None else rule(algorithm, told, view, train or {})
-    view = getattr(predictor, "view", view)  # with the beliefs that the rule made of the rows
+    view = getattr(predictor, "view", view)  # with the posteriors that the rule made of the rows
     names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, Outline) and data.transform is not None:

@@ -21,7 +21,7 @@ NEAR = 1e-4
 
 
 class Served(nn.Module):
-    """Compute what a client serves at the means of its beliefs, from rows as their owner has them:
+    """Compute what a client serves at the posterior means, from rows as their owner has them:
     the transform, its networks, the likelihood's predictions, temperatures and biases.
 
     Args:

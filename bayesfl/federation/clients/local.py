@@ -68,7 +68,7 @@ class State:
         private: The clients' private states, [J, ...] each.
         round: Number of rounds done.
         kept: The outcomes of fine-tuning by their clients, at most `KEPT` bytes of them.
-        heads: As in `Done`.
+        heads: See `Done`.
     """
 
     server: Server

@@ -1,4 +1,4 @@
-"""A method's network at the means of beliefs, as a module of its own: of one client, or of the
+"""A method's network at the posterior means, as a module of its own: of one client, or of the
 server.
 """
 
@@ -12,7 +12,7 @@ from bayesfl.models.copies import duplicate, refuse_changed
 
 
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
-    """Return the method's network at the means of some beliefs, as a module of its own in
+    """Return the method's network at the posterior means, as a module of its own in
     evaluation mode; frozen parameters stay so.
 
     Of blocks with copies it is the copy that alone has weight in the view's mixture.
@@ -20,7 +20,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
     Args:
         algorithm: The method.
         parts: Names of the blocks that make the network.
-        view: Beliefs about these blocks [...], "n", and what the method's predictor reads.
+        view: Posteriors about these blocks [...], "n", and what the method's predictor reads.
 
     Raises:
         ValueError: Several copies of a block predict together.
@@ -47,7 +47,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
 
 
 def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tensor) -> nn.Module:
-    """Return the server's network at the means of its beliefs, as a module of its own in evaluation
+    """Return the server's network at the posterior means, as a module of its own in evaluation
     mode.
 
     Args:

@@ -151,7 +151,7 @@ def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def servers_state(before: Algorithm, server: Server, method: Algorithm) -> Server:
-    """Return the server's state of a method that trains nothing: the means of the beliefs that
+    """Return the server's state of a method that trains nothing: the posterior means that
     another has trained.
 
     Args:
@@ -233,7 +233,7 @@ def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:
         blocks[name] = Block(
             made(one["pattern"], _KNOWN),
             posterior=posterior,
-            # A belief that draws needs a prior, which nothing reads where nothing is trained.
+            # A posterior that draws needs a prior, which nothing reads where nothing is trained.
             prior=Normal(centre=server_mean(name), variance=inverse_size(1.0)),
             pool=Mean() if one["sent"] else None,
             keep=one["keep"],

@@ -98,8 +98,8 @@ def of_chunk(
         done: The outcome of local work, with whose views the clients predict.
         splits: The splits to predict.
         round: Number of rounds done; it selects the random draws.
-        draws: As for `personal`.
-        known: As for `personal`.
+        draws: See `personal`.
+        known: See `personal`.
 
     Returns:
         For each split, the chunk's clients with their predictions, in one or more parts.
@@ -145,7 +145,7 @@ def alone(
         seed: The run's seed.
         round: Number of rounds done.
         fitted: The client's predictor; None to average over draws of the blocks.
-        draws: As for `personal`.
+        draws: See `personal`.
         value: The number that the method's predictor tunes; None for the predictor's default.
 
     Raises:

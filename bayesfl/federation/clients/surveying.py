@@ -84,7 +84,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         before: The steps that are fitted already.
 
     Raises:
-        TypeError: Something is no step.
+        TypeError: Something is not a step.
         ValueError: A step changes probabilities after sets were made of them, or one is of the
             kind of another.
 

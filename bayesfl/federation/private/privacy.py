@@ -116,9 +116,9 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
     `participation=1`.
 
     Args:
-        noise_multiplier: As for `epsilon`.
+        noise_multiplier: See `epsilon`.
         releases: Number of rounds in which the client took part.
-        delta: As for `epsilon`, in (0, 1).
+        delta: See `epsilon`, in (0, 1).
 
     Raises:
         ImportError: dp-accounting is not installed.

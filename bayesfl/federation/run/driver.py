@@ -39,7 +39,7 @@ def check_callbacks(name: str, on_round: object) -> None:
     """Check that callbacks are a list of functions.
 
     Raises:
-        TypeError: They are no list, or one of them is no function.
+        TypeError: They are no list, or one of them is not a function.
     """
     if not isinstance(on_round, Sequence) or isinstance(on_round, str):
         raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")

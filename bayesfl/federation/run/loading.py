@@ -63,7 +63,7 @@ def load(
         device: The device for its state.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
+        TypeError: `algorithm` is not an `Algorithm`, or `clients` is not a `FederatedData`.
         ValueError: The device is absent.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made
             with another method or on other data, or names of its columns or classes.
@@ -91,7 +91,7 @@ def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
     read, that its `save` wrote.
 
     Raises:
-        CheckpointError: As by `load`.
+        CheckpointError: See `load`.
     """
     return load(path, run.algorithm, run.data, device=run.device)
 

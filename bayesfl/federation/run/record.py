@@ -94,7 +94,7 @@ class Run(ABC):
         """Return the posterior of the server's network on the rows of all clients.
 
         Raises:
-            ValueError: The method's predictor is no `PooledLaplace`, or clients were not asked.
+            ValueError: The method's predictor is not a `PooledLaplace`, or clients were not asked.
         """
         rule: Any = self.algorithm.predictor
         if not hasattr(rule, "question") or POOLED not in self.answers:
@@ -119,7 +119,7 @@ class Run(ABC):
         return tuple(self.called[j] or j for j in drawn if taken and j not in absent)
 
     def model(self) -> nn.Module:
-        """Return the server's network, at the means of its beliefs: a module of its own, in
+        """Return the server's network, at the posterior means: a module of its own, in
         evaluation mode.
 
         It is what clients have in common, as a start for other training or for a client with no

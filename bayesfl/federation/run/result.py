@@ -171,9 +171,9 @@ class Result(Run):
         clients are asked where they were not.
 
         Raises:
-            ValueError: As by `tuned`; the result was loaded without its clients' data, or as by
+            ValueError: See `tuned`; the result was loaded without its clients' data, or as by
                 `PooledCurvature`.
-            DivergenceError: As by `tuned`.
+            DivergenceError: See `tuned`.
         """
         return self._answered(None)
 
@@ -231,7 +231,7 @@ class Result(Run):
                 the number of the method's paper.
 
         Raises:
-            TypeError: `split` is no `ClientData`.
+            TypeError: `split` is not a `ClientData`.
             ValueError: The split has no examples, other inputs or other columns, or is of other
                 clients; `draws` is not a whole number >= 1; or the method's predictor has to be
                 tuned and the data have no validation split.
@@ -250,7 +250,7 @@ class Result(Run):
         """Return what `predict` does, row after row.
 
         Raises:
-            ValueError: As by `predict`; or the steps of calibration were fitted to another way of
+            ValueError: See `predict`; or the steps of calibration were fitted to another way of
                 predicting.
         """
         data = self.data.to(self.device, self.dtype)
@@ -270,7 +270,7 @@ class Result(Run):
 
         Args:
             split: Name of the split that is predicted, as `validation`.
-            draws: As in `predict`.
+            draws: See `predict`.
 
         Returns:
             Columns `train_rows`, `test_rows` and so on, the client's rows in each split; then of
@@ -282,8 +282,8 @@ class Result(Run):
 
         Raises:
             KeyError: The data have no such split.
-            ValueError: As by `predict`.
-            DivergenceError: As by `predict`.
+            ValueError: See `predict`.
+            DivergenceError: See `predict`.
         """
         import pandas as pd
 
@@ -302,13 +302,13 @@ class Result(Run):
 
         Args:
             *splits: The splits, on the run's device and in its precision.
-            draws: As in `predict`.
+            draws: See `predict`.
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
         reads = [*steps, *(one.step for one in self.steps)]
         local = self.local(self.data.to(self.device, self.dtype).splits)
-        # The means of beliefs need no answers; those of clients' own heads have them.
+        # The posterior means need no answers; those of clients' own heads have them.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
@@ -331,7 +331,7 @@ class Result(Run):
                 openly.
 
         Raises:
-            TypeError: Something is no step, or the aggregation cannot add answers.
+            TypeError: Something is not a step, or the aggregation cannot add answers.
             ValueError: There is no such split, a step does not fit the task, an answer is outside
                 the aggregation's range, or a step asks for sums after training under
                 `ClientPrivacy`.
@@ -383,9 +383,9 @@ class Result(Run):
         kB of that layer, pattern="head.*"); and its number of rows and their log likelihood.
 
         Args:
-            structure: As in `bf.predictors.PooledLaplace`.
-            precision: As in `bf.predictors.PooledLaplace`.
-            pattern: As in `bf.predictors.PooledLaplace`.
+            structure: See `bf.predictors.PooledLaplace`.
+            precision: See `bf.predictors.PooledLaplace`.
+            pattern: See `bf.predictors.PooledLaplace`.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
                 openly.
 
@@ -472,7 +472,7 @@ class Result(Run):
                 openly.
 
         Raises:
-            TypeError: It is no survey, or the aggregation cannot add answers.
+            TypeError: It is not a survey, or the aggregation cannot add answers.
             ValueError: There is no such split; or an answer has another shape than the survey
                 declares, or is not finite.
         """
@@ -540,7 +540,7 @@ class Result(Run):
             novel: The new clients' data; the method's `adapt` phases use their training data.
 
         Raises:
-            TypeError: `novel` is no `FederatedData`.
+            TypeError: `novel` is not a `FederatedData`.
             ValueError: Their inputs, transform, outputs, task, columns or class names differ from
                 the federation's, or these names' order.
             DivergenceError: A new client's training is not finite.
@@ -681,7 +681,7 @@ class Result(Run):
 
         Args:
             path: The folder, made if it does not exist.
-            plug_in: Whether to store the means of the beliefs alone, without the covariances made
+            plug_in: Whether to store the posterior means alone, without the covariances made
                 of training data.
 
         Raises:
@@ -698,7 +698,7 @@ class Result(Run):
     @declared
     def samples(self, client: int | str, block: str, *, draws: Count = 1000) -> Samples:
         """Draw from a client's posterior of a block; its other blocks stay at the means of their
-        beliefs.
+        posteriors.
 
         A block with M copies has them as the third axis, [1, S, M, D], and no single network that
         predicts.
@@ -719,7 +719,7 @@ class Result(Run):
                 f"are {drawn}"
             )
         view = (
-            self.client(j).view  # whose beliefs may be made of answers
+            self.client(j).view  # whose posteriors may be made of answers
             if hasattr(algorithm.predictor, "asks")
             else tree_map(lambda t: t[0], self._unadapted(j)[1])
         )
@@ -751,7 +751,7 @@ class Result(Run):
             draws: Number of draws S.
 
         Raises:
-            ValueError: As by `samples`.
+            ValueError: See `samples`.
             ImportError: ArviZ is not installed.
         """
         return self.samples(client, block, draws=draws).to_arviz()
@@ -787,8 +787,8 @@ class Result(Run):
             path: The file, as `report.html`.
 
         Raises:
-            ValueError: As by `predict`.
-            DivergenceError: As by `predict`.
+            ValueError: See `predict`.
+            DivergenceError: See `predict`.
 
         Example:
             >>> from pathlib import Path

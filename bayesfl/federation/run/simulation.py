@@ -427,13 +427,13 @@ class _OnOneMachine(Clients[Result]):
     """The clients of a run on this machine, see `Clients`.
 
     Args:
-        checkpoint: As in `simulate`.
+        checkpoint: See `simulate`.
         local: The clients' local work.
         data: The clients' data, on the run's device and in its precision.
         crew: The threads that compute.
         sample: The clients that evaluations measure, ascending.
-        faults: As in `simulate`.
-        measures: As in `simulate`.
+        faults: See `simulate`.
+        measures: See `simulate`.
         recorded: `record_clients` of `simulate`.
         aggregation: What adds up the answers that evaluations ask for; None adds them openly.
     """

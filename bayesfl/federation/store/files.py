@@ -240,7 +240,7 @@ def write_round(path: str | os.PathLike[str], kind: FileKind, content: Mapping[s
     """Write a checkpoint after `round` rounds, and remove all others except the one before it.
 
     Raises:
-        ValueError: As by `write`.
+        ValueError: See `write`.
     """
     write(path, kind, content, file=f"round-{content['round']:06d}.safetensors")
     files = _rounds(Path(path))

@@ -1,5 +1,5 @@
 """Draws of a module's weights, of whatever posterior they are: from a sampler's chains, an
-ensemble, a Gaussian approximation, or a client's belief in a federation.
+ensemble, a Gaussian approximation, or a client's posterior in a federation.
 """
 
 import os

@@ -95,7 +95,7 @@ class Target:
         """Return the same target with these data.
 
         Raises:
-            ValueError: As by `of`; or there is another number of examples than the target has.
+            ValueError: See `of`; or there is another number of examples than the target has.
         """
         examples, passed, width = 0, 0, ()
         for inputs, labels in labelled(x, y, self.loc):
