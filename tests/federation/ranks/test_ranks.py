@@ -91,7 +91,7 @@ def test_ranks_have_the_bits_of_one_process(
     inner = ", ".join(["claimed", *["_begun"] * (ranks - 1)])
     for each in several:
         for told, names in zip(each["apart"], (calls, inner), strict=True):
-            assert told.startswith(f"ranks make other calls at once: {names};")
+            assert told.startswith(f"ranks make different calls at once: {names};")
 
 
 def test_a_notebooks_call_on_processes_of_its_own():
