@@ -97,7 +97,7 @@ def test_the_best_state_is_kept_with_what_was_told(
         assert there.history.rows == found.history.rows
         assert "calibrated_nll" in there.history.columns
     assert not surveys(grid)
-    assert not [w for w in recwarn if "whose state is gone" in str(w.message)]
+    assert not [w for w in recwarn if "its state is lost" in str(w.message)]
 
 
 def test_calibration_is_the_simulations(

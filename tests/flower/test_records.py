@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
         "error 2: out of memory",
     ),
     "stale": (lambda reply: changed(reply, round=0), "round 1, not round 2"),
-    "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
+    "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it uses protocol"),
     "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
     "missing": (
         lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}),

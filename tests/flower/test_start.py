@@ -34,7 +34,7 @@ LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
 MOVED = [4, 6, 1, 5, 0]
 
 
-@pytest.mark.filterwarnings("ignore:the run before has 5 clients")
+@pytest.mark.filterwarnings("ignore:the earlier run has 5 clients")
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Five clients at half participation, so that some never trained; then two are gone, two are
@@ -129,7 +129,7 @@ def test_clients_of_one_name_are_never_confused(
     ):
         deploy(ditto, clients, tmp_path, alike(ditto, clients, tmp_path), start=before, **LATER)
     with pytest.raises(
-        ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"
+        ValueError, match=r"in the earlier run clients \[0, .* called 'ward'; .*names=\(\)"
     ):
         deploy(ditto, clients, tmp_path, start=before, **LATER)
     with pytest.warns(UserWarning, match=r"matched by number"):
@@ -330,8 +330,8 @@ def test_a_server_that_goes_on_began_from_the_same_start(
             assert deploy(ditto, clients, tmp_path, start=start, **options).round == 2
     later = load(tmp_path / "later", ditto)
     there = (
-        rf"later' holds a run that began from round 1 of experiment {before.experiment} "
-        rf"\(digest \w{{16}}\), and start is"
+        rf"later' has a run that started from round 1 of experiment {before.experiment} "
+        rf"\(digest \w{{16}}\), but start is"
     )
     for start, what in (
         (later, rf"round 2 of experiment {later.experiment}"),
@@ -345,13 +345,13 @@ def test_a_server_that_goes_on_began_from_the_same_start(
             match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out",
         ):
             deploy(ditto, clients, tmp_path, start=start, **options)
-    own = r"first' holds a run that began from the method's own start, and start is round"
+    own = r"first' has a run that started from the method's own start, but start is round"
     for start in (later, tmp_path / "first"):
         with pytest.raises(ValueError, match=own):
             deploy(ditto, clients, tmp_path, start=start, checkpoint=tmp_path / "first", rounds=1)
 
 
-@pytest.mark.filterwarnings("ignore:the run before has", "ignore:clients .* of the run before")
+@pytest.mark.filterwarnings("ignore:the earlier run has", "ignore:clients .* of the earlier run")
 @pytest.mark.parametrize("later", [[4, 6, 1, 5, 0], [6, 3, 2, 1, 0, 4]], ids=["gone", "joined"])
 def test_a_mean_of_what_clients_keep_stays_one(
     later: list[int], model: nn.Module, clients: FederatedData, tmp_path: Path

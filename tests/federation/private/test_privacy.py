@@ -409,7 +409,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
         with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(var"):
             found.calibrate(step)
-    with pytest.warns(UserWarning, match="by which the result is judged"):
+    with pytest.warns(UserWarning, match="which evaluates the result"):
         assert len(found.calibrate(bf.calibration.Bias(split="test", variance=1.0)).steps) == 1
     tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
     with pytest.raises(ValueError, match="asks clients for sums"):

@@ -203,7 +203,8 @@ def test_unnamed_clients_of_another_number_are_told(
         run(method, unnamed, **{**options, "start": back})  # and who comes back
         assert "places" not in caplog.text
     with pytest.warns(
-        UserWarning, match=r"before has 7 clients and this one 6, .*places .*names=.*client_ids="
+        UserWarning,
+        match=r"the earlier run has 7 clients and this one 6, .*position .*names=.*client_ids=",
     ) as told:
         run(method, shifted, **options)
     assert told[0].filename.endswith("made.py")
@@ -269,7 +270,7 @@ def test_a_run_that_goes_on_began_from_the_same_start(
         before, known=replace(clients, client_names=tuple(f"town {j}" for j in range(7)))
     )
     words = (
-        r"run' holds a run that began from round 1 of a run with seed 3 \(digest \w{16}\), and "
+        r"run' has a run that started from round 1 of a run with seed 3 \(digest \w{16}\), and "
         r"start is round 1 of a run with seed"
     )
     longer = run(bf.algorithms.fedavg(model, epochs=2), clients, rounds=1, evaluate_every=None)
@@ -291,7 +292,7 @@ def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, t
         (
             "run",
             3,
-            "run' holds a run that began from the method's own start, and start is round 1 .*or "
+            "run' has a run that started from the method's own start, but start is round 1 .*or "
             "leave start out",
         ),
         ("saved", 9, "saved' holds a saved result"),

@@ -190,7 +190,9 @@ def test_a_full_disk_names_the_folder(saved: Path, clients, tmp_path: Path, monk
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(OSError, match=r"run/state.*No space left.*Earlier files in .*run' are undamaged"):
+    with pytest.raises(
+        OSError, match=r"run/state.*No space left.*Earlier files in .*run' are undamaged"
+    ):
         run.save(tmp_path / "run")
     assert bf.load(tmp_path / "run", algorithm(), clients).round == run.round
     assert [file.name for file in (tmp_path / "run").iterdir()] == [STATE]
