@@ -171,7 +171,7 @@ def test_folders_of_another_kind(
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
         with pytest.raises(
             CheckpointError,
-            match=r"holds what a node of a deployment over Flower keeps, not the checkpoints.*the "
+            match=r"holds the files of a node in a deployment over Flower, not the checkpoints.*the "
             r"server's folder",
         ):
             deploy(ditto, clients, tmp_path, start=node, **LATER)

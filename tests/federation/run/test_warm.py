@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: P
         ),
         (method, {"start": tmp_path}, CheckpointError, "no saved run"),
         (method, {"start": 3}, TypeError, "start must name a folder.*got 3"),
-        (method, {"start": before, "resume": before}, ValueError, "start .*resume goes on"),
+        (method, {"start": before, "resume": before}, ValueError, "start .*resume continues"),
     ):
         with pytest.raises(error, match=words):
             run(made, clients, seed=9, **options)
@@ -295,7 +295,7 @@ def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, t
             "run' has a run that started from the method's own start, but start is round 1 .*or "
             "leave start out",
         ),
-        ("saved", 9, "saved' holds a saved result"),
+        ("saved", 9, "saved' contains a saved result"),
     ):
         folder = tmp_path / name
         with pytest.raises(ValueError, match=words):

@@ -263,5 +263,5 @@ def test_a_step_of_ones_own(
     found = bf.load(tmp_path, method, held)
     assert_close(found.predict().probs, result.predict().probs, equal_nan=True)
     monkeypatch.setattr(Halved, "by", 3.0)
-    with pytest.raises(CheckpointError, match="Halved has other code"):
+    with pytest.raises(CheckpointError, match="code of the class Halved has changed"):
         bf.load(tmp_path, method, held)
