@@ -171,7 +171,7 @@ def test_folders_of_another_kind(
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
         with pytest.raises(
             CheckpointError,
-            match=r"holds the files of a node in a deployment over Flower, not the checkpoints.*the "
+            match=r"holds the files of a node in a deployment over Flower, not the checkpoints.*"
             r"server's folder",
         ):
             deploy(ditto, clients, tmp_path, start=node, **LATER)
@@ -220,12 +220,12 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
     left_out = deploy(ditto, clients, tmp_path, start=before, **LATER)
     assert (left_out.history["rejected"].tolist(), left_out.base[2]) == ([1, 1], "")
     words = (
-        r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the "
-        r"folder back, or let the client "
+        r"client 2 .*node-102.* has no state 000001-\w+ of the run from which .*; restore "
+        r"the folder, or to let the client "
     )
     assert re.search(
         words
-        + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[",
+        + r"start anew, pass on the server start=dataclasses\.replace\(.*load\(folder, .*names=\[",
         caplog.text,
     )
     sim = simulated(ditto, clients, rounds=1)
@@ -264,8 +264,8 @@ def test_a_start_that_all_nodes_have_forgotten(
     deploy(ditto, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
     assert forgotten.round < 4
     words = (
-        r"no client has kept its state of .*: if that run went on .*pass start= its folder of "
-        r"checkpoints; otherwise .*leave start= out"
+        r"no client has kept its state of .*if that run continued .*pass its folder of "
+        r"checkpoints as start=; otherwise .*leave start= out"
     )
     for participation in (1.0, 0.3):
         with pytest.raises(CheckpointError, match=words):
