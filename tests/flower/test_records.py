@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "shape": (lambda reply: packed(reply, first(lambda t: t[None])), "declared as"),
     "dtype": (lambda reply: packed(reply, first(lambda t: t.half())), "declared as"),
     "nan": (lambda reply: packed(reply, first(lambda t: t / 0 * 0)), "is not finite"),
-    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"it went .* more than"),
+    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"its distance .* more than"),
     "large": (
         lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}),
         "more than the",

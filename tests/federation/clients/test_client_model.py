@@ -250,7 +250,7 @@ def test_damaged_and_foreign_files_are_refused(ditto: Result, tmp_path: Path):
             tmp_path / "shared",
             method,
             CheckpointError,
-            r"several clients, 2 of them.*client-0.*client-1",
+            r"models of 2 clients.*client-0.*client-1",
         ),
         (
             models / "two",

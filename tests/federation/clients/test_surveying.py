@@ -112,7 +112,7 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
         (
             lambda: result.calibrate(Conformal(), aggregation=SecureSum(range=2)),
             ValueError,
-            r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
+            r"client \d answers with numbers up to .*, outside SecureSum\(range=2\); .*pass "
             r"range=\d+",
         ),
         (

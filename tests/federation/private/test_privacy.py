@@ -325,11 +325,11 @@ def test_weights_that_are_data_are_replaced_where_told(
         (
             {},
             {"admission": bf.Admission(below_minimum="repeat")},
-            "below_minimum='repeat' would let",
+            "below_minimum='repeat' would reveal",
         ),
         ({}, {"admission": bf.Admission("skip")}, r"max_norm=100 .*max_norm=None"),
         ({}, {"checkpoint": "runs", "every": 2}, r"every=2 .*every=1"),
-        ({"delta": 0.08}, {}, r"delta=0\.08 .*one of 7 clients.*far below 1 / 7, as 0\.001"),
+        ({"delta": 0.08}, {}, r"delta=0\.08 .*one of 7 clients.*far below 1 / 7, such as 0\.001"),
     ],
 )
 def test_runs_that_do_not_work(

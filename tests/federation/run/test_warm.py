@@ -78,7 +78,7 @@ def test_new_clients_are_adapted_as_by_adapt(model, clients: FederatedData):
     made = bf.algorithms.ditto(model, epochs=1, batch_size=None, adapt_epochs=3)
     before = run(made, clients.select(range(5)), rounds=2, evaluate_every=None)
     novel = before.adapt(clients.select([5, 6]))
-    with pytest.warns(UserWarning, match="by their places"):
+    with pytest.warns(UserWarning, match="by position"):
         begun = run(
             replace(made, phases=()), clients, rounds=1, seed=9, start=before, evaluate_every=None
         )
