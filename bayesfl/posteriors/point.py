@@ -10,7 +10,7 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True)
 class Point:
-    """A posterior that is one value of the weights, without uncertainty; trained under a prior, it
+    """A posterior with one value of the weights, without uncertainty; trained under a prior, it
     is the maximum a posteriori estimate.
 
     It is a unit mass q(w) at `loc`.
@@ -30,7 +30,7 @@ class Point:
         return {"loc": loc}
 
     def noise_size(self, size: int) -> int:
-        """Return 0, as nothing is drawn."""
+        """Return 0, because nothing is drawn."""
         return 0
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:

@@ -620,7 +620,7 @@ def test_labels_that_would_be_paired_by_place(data, given, words):
 def test_weights_need_a_fixed_order():
     """A loader may shuffle."""
     loader = DataLoader(TensorDataset(numbers(5, 7)), batch_size=2)
-    with pytest.raises(ValueError, match=r"weight goes by .* DataLoader may change"):
+    with pytest.raises(ValueError, match=r"weight is matched .* DataLoader may change"):
         Laplace.fit(brute.mlp(2).double(), loader, precision=1.0, weight=torch.ones(5))
 
 
