@@ -68,7 +68,7 @@ a function for all values for which it returns True.
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of finite numbers.
+    """Describe an interval of finite numbers.
 
     Args:
         low: The lower end.

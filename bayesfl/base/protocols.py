@@ -84,7 +84,7 @@ RESERVED = ("n", "ids", "round", "rounds", "clients")
 
 @runtime_checkable
 class Posterior(Protocol):
-    """Interface of a posterior q(w) of a block's weights; every tensor is [..., D]."""
+    """Define the interface of a posterior q(w) of a block's weights; every tensor is [..., D]."""
 
     def init(self, loc: Tensor) -> Tensors:
         """Return a client's initial posterior, centred at `loc` [..., D]; may alias it."""
@@ -113,7 +113,7 @@ class Posterior(Protocol):
 
 @runtime_checkable
 class Prior(Protocol):
-    """Interface of a prior p(w_j | w), which couples a client's posterior to the federation."""
+    """Define the interface of a prior p(w_j | w), which couples a posterior to the federation."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
         """Return the expected negative log prior [...] in nats, with all constants, for moments
@@ -124,7 +124,7 @@ class Prior(Protocol):
 
 @runtime_checkable
 class AdditivePool(Protocol):
-    """Interface of a pool that computes a sum over clients and then a closed form.
+    """Define the interface of a pool that computes a sum over clients and then a closed form.
 
     The sum can be streamed, computed by a tree of servers, or under secure aggregation.
     """
@@ -149,7 +149,7 @@ class AdditivePool(Protocol):
 
 @runtime_checkable
 class StackedPool(Protocol):
-    """Interface of a pool that needs every client at once, such as a median."""
+    """Define the interface of a pool that needs every client at once, such as a median."""
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class StackedPool(Protocol):
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """Interface of a likelihood p(y | outputs of the network), for one example."""
+    """Define the interface of a likelihood p(y | outputs of the network), for one example."""
 
     @property
     def task(self) -> str:
@@ -196,7 +196,7 @@ class Likelihood(Protocol):
 
 
 class FittedPredictor(Protocol):
-    """Interface of one client's fitted predictor."""
+    """Define the interface of one client's fitted predictor."""
 
     def __call__(
         self,
@@ -221,7 +221,7 @@ class FittedPredictor(Protocol):
 
 
 class Predictor(Protocol):
-    """Interface of a client's prediction rule that uses its training data or several models.
+    """Define the interface of a client's rule that predicts from training data or several models.
 
     Without such a rule, predictions are averages over draws of the client's blocks.
     """
@@ -253,7 +253,7 @@ class Predictor(Protocol):
 
 
 class AskingPredictor(Predictor, Protocol):
-    """Interface of a predictor that needs surveys of the clients.
+    """Define the interface of a predictor that needs surveys of the clients.
 
     The surveys run before clients predict, in a simulation and over a network. A survey's `reads`
     names its input: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions` under the states
@@ -279,8 +279,8 @@ class AskingPredictor(Predictor, Protocol):
 
 @runtime_checkable
 class StoredPredictor(Predictor, Protocol):
-    """Interface of a predictor that can be stored with a client's model, so that it predicts
-    without the training data.
+    """Define the interface of a predictor that can be stored with a client's model, so that it
+    predicts without the training data.
     """
 
     @property

@@ -20,7 +20,7 @@ WORD = 2**32
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw: the first word of its address."""
+    """Name the purpose of a draw, the first word of its address."""
 
     PERMUTATION = 0
     NOISE = 1

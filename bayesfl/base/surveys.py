@@ -39,12 +39,12 @@ clients' numbers as `ids`.
 
 
 class NotNegative(tuple[int, ...]):
-    """Shape of an answer whose numbers are >= 0."""
+    """Declare the shape of an answer whose numbers are >= 0."""
 
 
 class PerClient(tuple[int, ...]):
-    """Shape of an answer in which each client writes to its own place in the first dimension, and
-    0 to the others.
+    """Declare the shape of an answer in which each client writes to its own place in the first
+    dimension, and 0 to the others.
     """
 
     ends: Sequence[int] | None = None
@@ -60,15 +60,15 @@ class PerClient(tuple[int, ...]):
 
 
 class NotNegativePerClient(PerClient):
-    """Shape as `PerClient`, of numbers >= 0."""
+    """Declare a shape as `PerClient`, of numbers >= 0."""
 
 
 class Semidefinite(tuple[int, ...]):
-    """Shape of an answer that is a symmetric matrix without negative eigenvalues."""
+    """Declare the shape of an answer that is a symmetric matrix without negative eigenvalues."""
 
 
 class Survey(Protocol[Known_contra]):
-    """Interface of a survey: its questions, and the use of the answers; see the module."""
+    """Define the interface of a survey, its questions and the use of answers; see the module."""
 
     @property
     def split(self) -> str:

@@ -32,8 +32,8 @@ def _size(per_item: int) -> int:
 
 
 class Factor(ABC):
-    """Base class of the part of the rows that belongs to one layer. It forms columns in pieces;
-    `Outer` does not.
+    """Represent the part of the rows that belongs to one layer. This base class forms columns in
+    pieces; `Outer` does not.
     """
 
     slots: Tensor

@@ -97,7 +97,7 @@ class Through(NamedTuple):
 
 
 class Passage(Protocol):
-    """Interface of a module that is prepared to run for a chunk of clients."""
+    """Define the interface of a module that is prepared to run for a chunk of clients."""
 
     def __call__(
         self,

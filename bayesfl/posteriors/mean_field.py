@@ -18,7 +18,7 @@ from bayesfl.posteriors.variational import Family
 @dataclass(frozen=True, kw_only=True)
 @declared
 class MeanField(Family):
-    """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
+    """Represent the mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
     The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015,
     section 3.2.

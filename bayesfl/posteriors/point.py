@@ -10,8 +10,8 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True)
 class Point:
-    """A posterior with one value of the weights, without uncertainty; trained under a prior, it
-    is the maximum a posteriori estimate.
+    """Represent a posterior with one value of the weights, without uncertainty; trained under a
+    prior, it is the maximum a posteriori estimate.
 
     It is a unit mass q(w) at `loc`.
 

@@ -150,7 +150,7 @@ class Variational(Drawn):
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Family(ABC):
-    """A family of Gaussians over weights with reparametrised draws, for posteriors of a
+    """Define a family of Gaussians over weights with reparametrised draws, for posteriors of a
     federation's block and for `fit` to one module.
 
     Args:

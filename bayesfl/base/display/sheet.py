@@ -92,7 +92,7 @@ class Sheet:
 
 
 class Shown(ABC):
-    """Base class of objects that are shown as a table; adds the ways to write it."""
+    """Add text, Markdown, HTML and LaTeX output to an object that is a table."""
 
     @abstractmethod
     def sheet(self) -> Sheet:

@@ -35,7 +35,7 @@ _ANEW = "start from result.uncalibrated().calibrate(...), and pass each step onc
 
 @runtime_checkable
 class Adder(Protocol):
-    """Interface of an aggregation that can add survey answers, such as `SecureSum`."""
+    """Define the interface of an aggregation that can add survey answers, such as `SecureSum`."""
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
         """Return the sum of the clients' summands, in float64, without reading single ones."""

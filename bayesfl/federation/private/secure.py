@@ -282,8 +282,8 @@ class _SecureRun(AggregationRun):
 
 
 class _SecureRound(RoundSum):
-    """A `RoundSum` that stores each client's integers, as the client would, and adds up their
-    masked forms.
+    """Store each client's integers, as the client would, and add up their masked
+    forms.
     """
 
     def __init__(self, run: _SecureRun, server: Server, round: int, cohort: np.ndarray) -> None:

@@ -227,7 +227,7 @@ def _exact(model: nn.Module) -> nn.Module:
 
 @in_own_modes
 class Drawn(ABC):
-    """Base class of posteriors of one module's weights that are drawn from standard normals."""
+    """Draw weights of one module from a posterior, given standard normals."""
 
     @property
     @abstractmethod
