@@ -17,8 +17,8 @@ from bayesfl.posteriors.variational import Family
 @dataclass(frozen=True, kw_only=True)
 @declared
 class FullGaussian(Family):
-    """Represent the Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho)),
-    where `lower` is strictly lower triangular.
+    """Represent the Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho))
+    and strictly lower triangular `lower`.
 
     The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on the
     posterior's width. The factor D^(1/2) compensates for Adam, whose step moves all D coefficients
