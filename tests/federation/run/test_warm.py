@@ -270,7 +270,7 @@ def test_a_run_that_goes_on_began_from_the_same_start(
         before, known=replace(clients, client_names=tuple(f"town {j}" for j in range(7)))
     )
     words = (
-        r"run' has a run that started from round 1 of a run with seed 3 \(digest \w{16}\), and "
+        r"run' has a run that started from round 1 of a run with seed 3 \(digest \w{16}\), but "
         r"start is round 1 of a run with seed"
     )
     longer = run(bf.algorithms.fedavg(model, epochs=2), clients, rounds=1, evaluate_every=None)
