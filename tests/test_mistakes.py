@@ -260,7 +260,7 @@ def test_the_message_helps(name: str):
 )
 def test_a_site_that_is_wrong_is_named(shape: Any, answer: Any):
     """Weights below 0 and a Hessian that is no sum over rows, before they enter a sum."""
-    with pytest.raises(ValueError, match="site 'a' has numbers in 'h' that are negative"):
+    with pytest.raises(ValueError, match="site 'a' contains numbers in 'h' that are negative"):
         checked({"h": torch.tensor(answer)}, {"h": shape}, "site 'a'")
 
 

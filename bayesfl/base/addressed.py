@@ -1,5 +1,5 @@
-"""Plain torch code whose random draws have addresses: no generator goes on from one call to the
-next, in whatever thread it runs.
+"""Plain torch code whose random draws depend on an address only: no generator carries over from one
+call to the next, in any thread.
 """
 
 import math
@@ -15,18 +15,18 @@ _MASK = 2**64 - 1
 
 
 class Addressed(TorchDispatchMode):
-    """A context in which every random operation of torch draws from a generator of its own, seeded
-    by a key and the number of draws before.
+    """Draw every random operation of torch from its own generator, seeded by a key and the number
+    of earlier draws.
 
-    It holds in the thread that enters it. A context made anew with the same key repeats the draws.
+    The context applies to the thread that enters it. A new context with the same key repeats the
+    draws.
 
     Args:
-        key: A number of 64 bits, as `random.key` gives it for an address.
-        start: Number of draws that are passed over, of code at the same address that runs before.
+        key: An integer of 64 bits, as `random.key` returns for an address.
+        start: Number of draws to skip, because code at the same address makes them first.
 
     Raises:
-        ValueError: An operation cannot be given a generator, or has been given one by the code that
-            calls it.
+        ValueError: An operation accepts no generator, or the calling code passes one.
     """
 
     def __init__(self, key: int, start: int = 0) -> None:
@@ -36,8 +36,8 @@ class Addressed(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out a guard against compilation around every operation, which takes as long as all
-        else here.
+        """Skip a guard against compilation around every operation, which takes as long as the
+        whole rest.
         """
         return False
 
@@ -61,7 +61,7 @@ class Addressed(TorchDispatchMode):
         drawing = _with_generator(func)
         if drawing is None:
             raise ValueError(
-                f"{func} draws random numbers and takes no generator, so that no seed repeats it; "
+                f"{func} draws random numbers and accepts no generator, so no seed can repeat it; "
                 "use another operation"
             )
         device = named.get("device") or next(
@@ -71,7 +71,7 @@ class Addressed(TorchDispatchMode):
 
     def _given(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         raise ValueError(
-            f"{func} is called with a generator of its own, which no seed of a run repeats; "
+            f"{func} is called with its own generator, which no seed of a run repeats; "
             "leave generator= out"
         )
 
@@ -80,7 +80,7 @@ class Addressed(TorchDispatchMode):
         return torch.Generator(device).manual_seed(_mixed(self._key + self.drawn))
 
     def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        """Compute `native_dropout`, which torch gives no generator."""
+        """Compute `native_dropout`, which accepts no generator in torch."""
         kept = self._kept(x, 1 - p)
         return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
@@ -90,14 +90,14 @@ class Addressed(TorchDispatchMode):
 
 
 class Seeded(Addressed):
-    """A context in which every random operation of torch that is given no generator draws from one
-    that `seed` alone starts, for each device its own.
+    """Draw every random operation of torch that is called without a generator from one generator
+    for each device, seeded by `seed`.
 
-    The numbers are those after `torch.manual_seed(seed)`, but the generators that all threads share
-    are neither read nor changed, and a seed that the code inside gives to these has no effect.
+    The numbers are those after `torch.manual_seed(seed)`. The generators that all threads share are
+    neither read nor changed, and code in the block that seeds them has no effect.
 
     Args:
-        seed: A whole number of 64 bits.
+        seed: An integer of 64 bits.
     """
 
     def __init__(self, seed: int) -> None:
@@ -119,13 +119,13 @@ class Seeded(Addressed):
 def bernoulli(
     keys: Sequence[int], draw: int, shape: Sequence[int], p: float, device: torch.device
 ) -> Tensor:
-    """Return what `bernoulli_(p)`, as dropout calls it, gives a tensor of a shape as one draw of
-    each of C contexts `Addressed(key)`, bool [C, *shape].
+    """Return the dropout masks that `bernoulli_(p)` would draw in each of C contexts
+    `Addressed(key)`, bool [C, *shape].
 
-    An entry is a hash of the context's key, the draw and its place, so that all are computed at
-    once, alike on every device. The hash is two rounds of a mixer of 32 bits whose every input bit
-    changes each output bit with probability near 1/2 (Wellons, "Prospecting for hash functions",
-    2018).
+    An entry is a hash of the context's key, the draw and its position, so all entries are computed
+    at once, with the same result on every device. The hash is two rounds of a mixer of 32 bits in
+    which every input bit changes each output bit with probability near 1/2 (Wellons, "Prospecting
+    for hash functions", 2018).
     """
     words = torch.tensor([_signed(_mixed(key + draw + 1), 64) for key in keys])
     low, high = words.view(-1, 1).view(torch.int32).to(device).split(1, 1)
@@ -145,7 +145,7 @@ def _stirred(words: Tensor) -> Tensor:
 
 
 def _signed(word: int, bits: int) -> int:
-    """Return the signed number that has the bits of a word."""
+    """Return the signed integer with the same bits as a word."""
     return word - 2**bits if word >= 2 ** (bits - 1) else word
 
 
@@ -155,8 +155,8 @@ def _may_draw(func: Any) -> bool:
 
 
 def _idle(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Return whether an operation that may draw does not: its rate of dropout is 0, or it is not in
-    training.
+    """Return whether an operation that may draw does not draw: its dropout rate is 0, or it is not
+    in training.
     """
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     given = {
@@ -175,8 +175,8 @@ def _idle(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 
 @cache
 def _with_generator(func: Any) -> Any:
-    """Return the overload of an operation that takes a generator, itself or another of the same
-    arguments; None if there is none.
+    """Return the overload of an operation that accepts a generator and has the same arguments; None
+    if there is none.
     """
     own = [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in [
@@ -191,7 +191,7 @@ def _with_generator(func: Any) -> Any:
 
 
 def _mixed(word: int) -> int:
-    """Mix a number's bits (splitmix64), so that neighbouring numbers seed unlike generators."""
+    """Mix a number's bits (splitmix64), so that neighbouring numbers give unrelated seeds."""
     word = (word * 0x9E3779B97F4A7C15) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,13 +1,13 @@
-"""The one form of files that bayesfl writes: tensors and plain values that know their digest.
+"""The file format of bayesfl: tensors and plain values, protected by a digest.
 
-A file is safetensors. Its metadata have two entries: `bayesfl`, JSON of everything that is no
-tensor, whose keys keep their order, with the file's kind, the format and the version that wrote it;
-and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every tensor in
-the order of names. It is written under a temporary name, flushed and renamed. Nothing is pickled:
-loading executes no code.
+A file is safetensors. Its metadata have two entries. `bayesfl` is JSON of everything that is not a
+tensor, in the order of its keys, with the file's kind, format and version. `digest` is the SHA-256
+of that JSON and of the name, dtype, shape and bytes of every tensor in the order of names. A file
+is written under a temporary name, flushed and renamed. Nothing is pickled: loading executes no
+code.
 
-An object in a file or a message is its class by name and the options that are not at their
-defaults, see `plain`.
+An object in a file or a message is stored as the name of its class and the options that differ
+from their defaults, see `plain`.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ FORMAT = 6
 
 
 class CheckpointError(RuntimeError):
-    """Raised when a saved run, or another file of bayesfl, is absent, damaged or of another format,
-    or belongs to another method or other data.
+    """Raised when a saved run, or another file of bayesfl, is absent, damaged, of another format,
+    or does not match the method or the data.
 
     Example:
         >>> try:
@@ -42,7 +42,7 @@ class CheckpointError(RuntimeError):
 
 
 class OtherFileError(CheckpointError):
-    """An error raised when a file that is whole is of another kind or format."""
+    """Raised when an undamaged file is of another kind or format."""
 
 
 def write(
@@ -52,12 +52,12 @@ def write(
 
     Args:
         path: The file.
-        kind: What it holds, in a word.
-        said: Plain values, JSON-able.
-        tensors: Tensors by their names, which are copied to the CPU.
+        kind: The kind of content, in one word.
+        said: Plain values that JSON can represent.
+        tensors: Tensors by name; they are copied to the CPU.
 
     Raises:
-        OSError: It cannot be written, as on a full disk.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -68,21 +68,20 @@ def write(
     try:
         with atomic_path(path) as temporary:
             save_file(flat, str(temporary), metadata=header)
-    except (OSError, SafetensorError) as error:  # as of a full disk
+    except (OSError, SafetensorError) as error:  # such as a full disk
         raise OSError(
-            f"{str(Path(path))!r} could not be written: {error}. Files that were in "
-            f"{str(Path(path).parent)!r} before are whole; make room there, and write again: a run "
-            "with checkpoints goes on from its last one"
+            f"{str(Path(path))!r} could not be written: {error}. Earlier files in "
+            f"{str(Path(path).parent)!r} are undamaged; free some space there and write again: a "
+            "run with checkpoints continues from its last one"
         ) from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Return the kind, the plain values and the tensors of a file, whose bytes its digest vouches
-    for.
+    """Return the kind, the plain values and the tensors of a file, after verifying its digest.
 
     Raises:
-        CheckpointError: The file is absent, damaged, or no file of bayesfl's.
-        OtherFileError: It has another format.
+        CheckpointError: The file is absent or damaged, or was not written by bayesfl.
+        OtherFileError: The file has another format.
     """
     from safetensors import safe_open
 
@@ -104,14 +103,14 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, T
     if written != FORMAT:
         raise OtherFileError(
             f"{name} has format {written}, which bayesfl {by if isinstance(by, str) else '0.2'} "
-            "wrote and reads, and this version does not"
+            "wrote and can read; this version cannot"
         )
     return kind, said, flat
 
 
 def said_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the plain values of a file, kind, format and version among them, without its tensors
-    and without a look at its digest; {} where there is no file of bayesfl's.
+    """Return the plain values of a file, including kind, format and version, without reading its
+    tensors or verifying its digest; {} if it is not a file of bayesfl.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -126,8 +125,8 @@ def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
     """Return the plain values and the tensors of a file of one kind.
 
     Raises:
-        CheckpointError: As by `read`.
-        OtherFileError: As by `read`; or it is of another kind.
+        CheckpointError: See `read`.
+        OtherFileError: See `read`; or the file is of another kind.
     """
     found, said, tensors = read(path)
     if found != kind:
@@ -136,18 +135,18 @@ def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 
 class UnknownError(TypeError):
-    """An error raised for a value whose class a file or a message cannot hold."""
+    """Raised for a value whose class a file or a message cannot represent."""
 
 
 def plain(value: Any, known: Mapping[str, type]) -> Any:
-    """Return a value as JSON can write it; a tuple becomes a list.
+    """Convert a value to one that JSON can represent; a tuple becomes a list.
 
     Args:
         value: A plain value, an object of a known data class, or tuples of these.
-        known: The classes that a reader makes, by name.
+        known: The classes that a reader can construct, by name.
 
     Raises:
-        UnknownError: A value is none of these; the message is its name or that of its class.
+        UnknownError: A value is none of these; the message is its name or the name of its class.
 
     Example:
         >>> from bayesfl.base.archive import made, plain
@@ -175,10 +174,10 @@ def plain(value: Any, known: Mapping[str, type]) -> Any:
 
 
 def made(found: Any, known: Mapping[str, type]) -> Any:
-    """Return what `plain` made JSON of.
+    """Convert the output of `plain` back to the value.
 
     Raises:
-        ValueError: There is no such class, or it has other options.
+        ValueError: The class is unknown, or has other options.
     """
     if isinstance(found, list | tuple):
         return tuple(made(one, known) for one in found)

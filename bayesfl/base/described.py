@@ -1,5 +1,5 @@
-"""Descriptions of any values as JSON, the same in every process: by these a saved run, or another
-machine, recognises them.
+"""Descriptions of any values as JSON, identical in every process, by which a saved run or another
+machine recognises them.
 """
 
 import ast
@@ -40,16 +40,16 @@ DEPTH = 40  # deepest level of nested values that is described
 
 
 def described(value: Any, path: tuple[int, ...] = ()) -> Any:
-    """Return a JSON-able description of any value, without memory addresses; values inside
-    themselves or nested too deeply are cut off.
+    """Describe any value as JSON, without memory addresses; values inside themselves, or nested too
+    deeply, are cut off.
 
-    A function of a user's is described by its module, its name, a digest of the source text of that
-    function alone (of its code, where there is none), its defaults, and what it closes over; not by
-    what it reads under global names. Its class counts with its bases, its functions and its values.
-    Functions and classes of Python, of installed packages and of bayesfl count by their names. Data
-    classes are described by their fields that are not at their defaults, modules by their layers,
-    other objects by their class and their attributes. An object with a method `described_as` says
-    itself what it is.
+    - A user's function is described by its module, its name, a digest of its own source text (of
+      its code if there is no text), its defaults and its closure. Global names that it reads do not
+      count. A user's class also counts with its bases, functions and values.
+    - Functions and classes of Python, installed packages and bayesfl count by name only.
+    - Data classes are described by the fields that differ from their defaults, modules by their
+      layers, other objects by class and attributes.
+    - An object with a method `described_as` provides its own description.
     """
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
@@ -101,13 +101,13 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if isinstance(value, logging.Logger):
         return value.name
     if isinstance(value, weakref.ref):
-        return "a weak reference"  # whose text has an address
+        return "a weak reference"  # its text would contain an address
     if isinstance(value, type):
         return _of_class(value, inner)
     if hasattr(kind, "described_as"):
         return inner(value.described_as())
     if is_dataclass(value):
-        # An option at its default counts for nothing, so that a later one changes no description.
+        # Options at their defaults are left out, so that new options change no description.
         parts = {f: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}
         told = {
             f.name: part
@@ -145,7 +145,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
         if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:
-            # What torch.compile has wrapped.
+            # The function that torch.compile wraps.
             return inner(compiled)
         cells = {
             name: inner(_contents(cell))
@@ -162,13 +162,13 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         if not isinstance(whose := _attribute(value, "__self__"), types.ModuleType | None):
             found["of"] = inner(whose)
     elif not attributes and isinstance(found["class"], str):
-        # An object of C code, or of an installed package.
+        # An object of C code or of an installed package.
         found["is"] = ADDRESS.sub("", repr(value))
     return found
 
 
 _OF_MODULES = {*vars(nn.Module()), "name_or_path", "_flat_weights", "_flat_weight_refs"}
-"""What every module holds of torch's, and recurrent ones hold of their own weights."""
+"""Attributes that torch gives every module, or recurrent modules for their own weights."""
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -180,7 +180,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds in its slots and its own dictionary."""
+    """Return the values in an object's slots and dictionary."""
     slots = [
         f"_{kind.__name__.lstrip('_')}{name}"
         if name.startswith("__") and not name.endswith("__")
@@ -201,8 +201,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
-    """Return a class's name, and of a user's what it and its bases are made of: source, functions
-    and values.
+    """Return the name of a class; for a user's class, also the source, functions and values of it
+    and its bases.
     """
     if _by_name(kind):
         return kind.__qualname__
@@ -220,19 +220,19 @@ def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
 
 
 def _named(thing: Any) -> dict[str, Any]:
-    """Return the name of a function or a class, and of a user's a digest of its source text, None
-    where there is none.
+    """Return the name of a function or a class; for a user's, also a digest of its source text, or
+    None if there is no text.
     """
     module = _module(thing)
-    if module.partition(".")[0] == "bayesfl":  # whose modules may be renamed
+    if module.partition(".")[0] == "bayesfl":  # its modules may be renamed
         return {"name": f"bayesfl.{thing.__qualname__}"}
     found = {"name": f"{module}.{thing.__qualname__}"}
     return found if _by_name(thing) else found | {"source": _source(thing)}
 
 
 def anonymous(description: object) -> bool:
-    """Return whether a description has a function without source text and without a name, of which
-    another may pass for it.
+    """Return whether a description contains a function without source text or name; another
+    function could then have the same description.
     """
     if isinstance(description, Mapping):
         nameless = (
@@ -251,9 +251,9 @@ def digest_of(value: object) -> str:
 def differences(
     one: object, other: object, path: str = "", absent: Any = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the places where two descriptions differ, with what stands there in each; `absent` at
-    a place that one of them lacks. Of a function or a class that has a source text, the module does
-    not count; of objects of two classes nothing else does.
+    """Return the places where two descriptions differ, with both values; `absent` where one of
+    them has no entry. The module does not count for a function or a class with source text. For
+    objects of two classes only the classes are compared.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if (source := one.get("source")) is not None and source == other.get("source"):
@@ -279,7 +279,7 @@ def differences(
 
 
 def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the first differences in words, and how many more there are; empty for none."""
+    """Return the first differences as text, and the number of further ones; empty for none."""
     first = "; ".join(
         f"{path.rstrip('.')}: saved {_short(then)}, given {_short(now)}"
         for path, (then, now) in list(different.items())[:FIRST]
@@ -292,8 +292,8 @@ def _short(value: object) -> str:
 
 
 def _module(thing: Any) -> str:
-    """Return the module of a function or a class; of a program that was started, the name under
-    which others import it.
+    """Return the module of a function or a class; for the main program, the name under which others
+    would import it.
     """
     if thing.__module__ != "__main__":
         return str(thing.__module__)
@@ -303,18 +303,18 @@ def _module(thing: Any) -> str:
 
 
 def _by_name(thing: Any) -> bool:
-    """Return whether a function or a class is of Python, of an installed package or of bayesfl, and
-    counts by its name.
+    """Return whether a function or a class belongs to Python, an installed package or bayesfl, so
+    that its name describes it.
     """
     module, code = str(thing.__module__ or ""), getattr(thing, "__code__", None)
     if module == "builtins":
-        return code is None  # else of a text that was executed
+        return code is None  # otherwise it comes from a text that was executed
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     if module.partition(".")[0] == "bayesfl" or (
         not file and module.partition(".")[0] in sys.stdlib_module_names
     ):
         return True
-    # A wrapper has the module of what it wraps.
+    # A wrapper has the module of the function that it wraps.
     places = (file, code.co_filename) if code is not None else (file,)
     parts = {part for place in places for part in PurePath(place).parts}
     installed = bool(INSTALLED & parts)
@@ -330,8 +330,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def _source(thing: Any) -> str | None:
-    """Return a digest of the source text of a user's function or class, whatever its comments, its
-    docstrings and its layout; where there is none, of a function's code, if it has a name.
+    """Return a digest of the source text of a user's function or class, without comments,
+    docstrings and layout; of a named function's code if there is no text.
     """
     code = getattr(thing, "__code__", thing)
     nameless = getattr(code, "co_name", "") == "<lambda>"
@@ -359,7 +359,7 @@ def _bare(text: str) -> str:
 
 
 def _of_code(code: types.CodeType) -> list[Any]:
-    """Return what code without a source text does, which depends on the version of Python."""
+    """Describe code that has no source text; the description depends on the version of Python."""
     constants = [
         _of_code(one)
         if isinstance(one, types.CodeType)
@@ -372,7 +372,7 @@ def _of_code(code: types.CodeType) -> list[Any]:
 
 
 def _of_lambda(code: types.CodeType) -> str:
-    """Return the source text of one lambda, of which several may stand on a line.
+    """Return the source text of one lambda; a line may contain several.
 
     Raises:
         OSError: There is no source text.
@@ -389,14 +389,14 @@ def _of_lambda(code: types.CodeType) -> str:
         for node in _lambdas(text)
         if all(_starts(node.body) <= place < _ends(node.body) for place in places)
     ]
-    if not found or not places:  # as where Python keeps no columns
+    if not found or not places:  # for example where Python stores no columns
         raise OSError(f"no lambda in line {code.co_firstlineno}")
     return ast.get_source_segment(text, max(found, key=_starts)) or ""  # the innermost
 
 
 @functools.lru_cache(maxsize=8)
 def _lambdas(text: str) -> list[ast.Lambda]:
-    """Return the lambdas of a file, which is long beside each of them."""
+    """Return the lambdas of a file; parsing it is slow compared with one lambda."""
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
 
 
@@ -409,7 +409,7 @@ def _ends(node: ast.expr) -> tuple[int, int]:
 
 
 def _contents(cell: types.CellType) -> Any:
-    """Return what a cell of a closure holds; None while it is empty."""
+    """Return the content of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -421,8 +421,9 @@ _READ: ContextVar[dict[str, Any] | None] = ContextVar("_READ", default=None)
 
 @contextmanager
 def packages() -> Iterator[dict[str, Any]]:
-    """Yield what other packages' code the descriptions made inside name, by module: version of the
-    distribution, and digest of the source, which a name alone does not fix.
+    """Collect the packages whose code is named in the descriptions made inside the block: for each
+    module the distribution's version and a digest of its source, because a name alone does not
+    identify the code.
 
     Python, torch, NumPy and bayesfl are left out.
     """
@@ -445,9 +446,8 @@ _distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def network(model: nn.Module) -> dict[str, Any]:
-    """Return the one description by which a network is known again: every part's type and options,
-    the plain values that it holds, its hooks, and the source of the user's classes; not its
-    weights.
+    """Describe a network so that it can be recognised: the type and options of every part, its
+    plain values, its hooks, and the source of the user's classes; weights are left out.
     """
     kinds = dict.fromkeys(type(part) for part in model.modules())
     code: dict[str, list[Any]] = {}
@@ -476,8 +476,8 @@ def layers(model: nn.Module) -> dict[str, str]:
 
 
 def held(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the plain values that every part of a model holds beside its layers' options, by name:
-    numbers, texts, functions with what they hold, and those inside a configuration.
+    """Return the plain values that every part of a model has in addition to its layers' options, by
+    name: numbers, texts, functions with their closures, and those inside a configuration.
     """
     return {name: _held(vars(part), nn.Module) for name, part in model.named_modules()}
 
@@ -486,10 +486,10 @@ _UNREAD = ("training", "name_or_path", "transformers_version")
 
 
 def _held(attributes: Mapping[Any, Any], kind: type, depth: int = 0) -> dict[Any, Any]:
-    """Return what the attributes of an object of some class hold that is plain; those of objects,
-    such as a configuration, by their own attributes and a user's class.
+    """Return the plain attributes of an object; objects among them, such as a configuration, are
+    represented by their own attributes and the user's class.
 
-    Of names with an underscore those count that a user's class gives; what may be a cache does not.
+    Names with an underscore count only if a user's class defines them; possible caches do not.
     """
     found = {}
     for key, value in attributes.items():
@@ -509,7 +509,7 @@ def _held(attributes: Mapping[Any, Any], kind: type, depth: int = 0) -> dict[Any
 
 
 def _plain(value: Any) -> Any:
-    """Return a plain value, or a function, as JSON holds it; None for all else."""
+    """Return a plain value or a function as JSON represents it; None for all else."""
     if isinstance(value, _PLAIN) or type(value) is Tensor:
         return described(value)
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -528,8 +528,8 @@ _PLAIN = (
 
 
 def _of_function(value: Any, path: tuple[int, ...] = ()) -> Any:
-    """Return a function as `described` does, without the modules and the parameters that it holds,
-    whose weights are no part of a network's description, and without itself.
+    """Describe a function as `described` does, without itself and without modules and parameters
+    in its closure, whose weights are not part of a network's description.
     """
     if isinstance(value, nn.Module | nn.Parameter) or id(value) in path:
         return None

@@ -1,4 +1,4 @@
-"""Folders by their names, and writing files so that they are complete or absent."""
+"""Folders given by users, and writing files so that they are complete or absent."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 from bayesfl.base.processes.ranks import current
 
 LEFT = 600
-"""Seconds after which a temporary file that nobody has written to is of a process that is gone."""
+"""Seconds after which a temporary file without new writes belongs to a process that has ended."""
 
 
 def folder(name: str, path: object) -> Path:
-    """Return the path of a folder that a user names by the argument `name`; it need not exist.
+    """Return the path of the folder that a user passes as the argument `name`; it need not exist.
 
     Raises:
         TypeError: `path` is neither text nor a path.
-        ValueError: `path` is empty, or holds a null character.
+        ValueError: `path` is empty, or contains a null character.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(
@@ -29,29 +29,29 @@ def folder(name: str, path: object) -> Path:
     if not os.fspath(path) or "\0" in os.fspath(path):
         raise ValueError(
             f"{name} must name a folder, got {path!r}; pass one, such as 'models', or '.' for the "
-            "present one"
+            "current one"
         )
     return Path(path)
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write to, which becomes `path` only if the block ends without an
-    error: `path` is never half-written.
+    """Yield a temporary path that is renamed to `path` only if the block ends without an error, so
+    that `path` is never half-written.
 
-    It serves writers that take a path, as in `with atomic_path("figure.png") as temporary:
-    figure.savefig(temporary)`. The temporary file is in the same folder, hidden, and has the same
-    suffix; the folder is made if it does not exist. Of several ranks, the file of rank 0 stays.
-    If the block raises, the temporary file is
-    removed and an earlier `path` stays as it was. What a process that was killed left goes with the
-    next that writes `path`, after ten minutes, in which another process may still be writing.
+    It is for writers that take a path, as in `with atomic_path("figure.png") as temporary:
+    figure.savefig(temporary)`. The temporary file is hidden, in the same folder, with the same
+    suffix; the folder is created if it does not exist. With several ranks, the file of rank 0 is
+    kept. If the block raises, the temporary file is removed and an earlier `path` stays unchanged.
+    Temporary files of a killed process are removed when `path` is next written, ten minutes later
+    at the earliest, because another process may still be writing.
 
     Yields:
         The temporary path.
 
     Raises:
-        FileNotFoundError: The block wrote nothing to the temporary path, as a writer that changes
-            its suffix.
+        FileNotFoundError: The block wrote nothing to the temporary path, for example because the
+            writer changes its suffix.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +83,8 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def remove_leftovers(
     folder: Path, suffix: str, *, stem: str | None = None, untouched: float = 0
 ) -> None:
-    """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder
-    when its process was killed, and that nobody has written to for `untouched` seconds; of one
-    file's stem, or of all.
+    """Remove temporary files with this suffix that `atomic_path` left in a folder when its process
+    was killed, if they are unchanged for `untouched` seconds; those of one file's stem, or all.
     """
     of = ".+" if stem is None else re.escape(stem)
     for file in folder.glob(".*"):

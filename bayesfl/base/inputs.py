@@ -1,5 +1,5 @@
-"""Inputs of a network as trees of tensors, one row for each example: a tensor, a tuple of several,
-or a mapping of them by name.
+"""Inputs of a network as trees of tensors with one row for each example: a tensor, a tuple of
+tensors, or a mapping of tensors by name.
 """
 
 import ast
@@ -15,14 +15,14 @@ Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 mapping, `model(**x)`.
 """
 
-# `Any`, so that whoever has one tensor need not tell a type checker so.
+# `Any`, so that a caller with one tensor needs no cast for a type checker.
 Shapes: TypeAlias = tuple[int, ...] | Any
 """Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a
 tuple or a mapping of tensors.
 """
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
-"""Types that torch stores and hardly computes with; they are read as int64."""
+"""Dtypes that torch stores but hardly computes with; they are read as int64."""
 
 
 def call(module: nn.Module, x: Inputs) -> Any:
@@ -33,16 +33,14 @@ def call(module: nn.Module, x: Inputs) -> Any:
 
 
 def each(function: Callable[[Any], Any], x: Any) -> Any:
-    """Return the same tree of what `function` makes of every tensor; any mapping becomes a dict."""
+    """Apply `function` to every tensor of a tree; mappings become dicts."""
     if isinstance(x, Mapping):
         return {key: each(function, part) for key, part in x.items()}
     return tuple(each(function, part) for part in x) if isinstance(x, tuple) else function(x)
 
 
 def join(trees: Sequence[Inputs]) -> Inputs:
-    """Return the rows of several trees of one structure, one tree's after the other's, in new
-    tensors.
-    """
+    """Concatenate the rows of several trees of the same structure, in new tensors."""
     leaves = [dict(named(tree)) for tree in trees]
     made: Any = unnamed({name: torch.cat([one[name] for one in leaves]) for name in leaves[0]})
     return made
@@ -54,16 +52,16 @@ def first(x: Inputs) -> Tensor:
 
 
 def count(x: Inputs) -> int:
-    """Return the number of examples N, by the first tensor."""
+    """Return the number of examples N, taken from the first tensor."""
     return len(first(x))
 
 
 def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with the expression that finds it, as `x`, `x[0]` or `x['mask']`.
+    """Yield every tensor with the expression that selects it, such as `x`, `x[0]` or `x['mask']`.
 
     Raises:
-        TypeError: There is something else than tensors, tuples and mappings.
-        ValueError: A tuple or a mapping is empty, or a name is no text.
+        TypeError: The tree contains something other than tensors, tuples and mappings.
+        ValueError: A tuple or a mapping is empty, or a name is not a text.
     """
     if isinstance(x, Tensor):
         yield name, x
@@ -83,9 +81,7 @@ def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
 
 
 def in_precision(x: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the inputs with floats in `dtype`; whole numbers and bools stay what they are, but for
-    the types `WIDE`.
-    """
+    """Convert floats to `dtype`; integers and bools keep their dtype, except those in `WIDE`."""
     return each(
         lambda t: (
             t.to(dtype=dtype) if t.is_floating_point() else t.long() if t.dtype in WIDE else t
@@ -100,8 +96,8 @@ def shape_of(x: Inputs) -> Shapes:
 
 
 def form(x: Inputs, axes: int = 1) -> tuple[Any, ...]:
-    """Return what examples have in common: every tensor's name, shape after the first `axes`, and
-    type, floats of any precision alike.
+    """Return the properties that examples must share: every tensor's name, its shape after the
+    first `axes` axes, and its dtype, with all float precisions alike.
     """
     return tuple(
         [(name, tuple(t.shape[axes:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
@@ -109,17 +105,17 @@ def form(x: Inputs, axes: int = 1) -> tuple[Any, ...]:
 
 
 def row_bytes(x: Inputs) -> int:
-    """Return the bytes that one row takes, at least 1."""
+    """Return the size of one row in bytes, at least 1."""
     return max(1, sum(t[:1].nbytes for _, t in named(x)))
 
 
 def pieces(x: Inputs, size: int) -> Iterator[Any]:
-    """Yield the rows in pieces of at most `size` bytes, of one row at least."""
+    """Yield the rows in pieces of at most `size` bytes and at least one row."""
     return in_rows(x, max(1, size // row_bytes(x)))
 
 
 def at(x: Inputs, rows: slice | Tensor) -> Inputs:
-    """Return some of the rows, in their order, by a slice or by indices."""
+    """Select rows by a slice or by indices, in that order."""
     return each(lambda t: t[rows], x)
 
 
@@ -130,14 +126,14 @@ def in_rows(x: Inputs, size: int) -> Iterator[Inputs]:
 
 
 def as_tuples(value: Any) -> Any:
-    """Return what JSON gives back with tuples where it has lists, as shapes have."""
+    """Convert JSON lists back to tuples, as shapes have them."""
     if isinstance(value, Mapping):
         return {key: as_tuples(part) for key, part in value.items()}
     return tuple(as_tuples(part) for part in value) if isinstance(value, list) else value
 
 
 def structure(x: object) -> str:
-    """Describe what inputs are made of, for error messages: one tensor, a tuple of several, or a
+    """Describe the structure of inputs for error messages: one tensor, a tuple of several, or a
     mapping with its names.
     """
     if isinstance(x, Tensor):
@@ -148,8 +144,8 @@ def structure(x: object) -> str:
 
 
 def unnamed(tensors: Mapping[str, Tensor], name: str = "x") -> Inputs | None:
-    """Return the inputs whose tensors `named` found under these names, other names aside; None
-    where there are none.
+    """Return the inputs from tensors named as `named` does, ignoring other names; None if there are
+    none.
     """
     found = []
     for key, t in tensors.items():
@@ -177,13 +173,13 @@ def _nested(parts: Sequence[tuple[list[str | int], Tensor]]) -> Inputs:
 
 
 def words(x: Inputs) -> np.ndarray:
-    """Return the numbers of every row as 32-bit words, [n, m] uint32, the same in every precision:
+    """Return the numbers of every row as 32-bit words, [n, m] uint32, identical in every precision:
     floats as float32, others as int64.
     """
     parts = []
     for _, t in named(x):
         flat = t.detach().cpu().reshape(len(t), -1)
-        # + 0 makes -0 a 0.
+        # Adding 0 turns -0 into 0.
         plain = (
             (flat.float() + 0.0).numpy() if t.is_floating_point() else flat.to(torch.int64).numpy()
         )

@@ -1,4 +1,4 @@
-"""The layout of a block's parameters as one vector: which named tensors it covers, and views of the
+"""The layout of a block's parameters in one vector: which named tensors it covers, and views of the
 vector in their shapes.
 """
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 Pattern: TypeAlias = str | tuple[str, ...]
 """Shell-style pattern over parameter names, such as `head.*`, or several, whose matches are joined;
-`!head.*` takes matches out.
+`!head.*` excludes matches.
 """
 
 
 def covers(pattern: Pattern, name: str) -> bool:
-    """Return whether a pattern covers a parameter's name; patterns that only take out cover all
-    other names.
+    """Return whether a pattern covers a parameter's name; if all patterns are exclusions, they
+    cover all other names.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     wanted = [one for one in patterns if not one.startswith("!")]
@@ -28,8 +28,8 @@ def covers(pattern: Pattern, name: str) -> bool:
 
 
 def aliases(module: nn.Module) -> dict[str, set[str]]:
-    """Return the parameters that have several names, as tied weights do: by the first, which
-    `named_parameters()` gives, all names.
+    """Return the parameters that have several names, such as tied weights: {first name, as in
+    `named_parameters()`: all names}.
     """
     first: dict[int, str] = {}
     found: dict[str, set[str]] = {}
@@ -39,7 +39,7 @@ def aliases(module: nn.Module) -> dict[str, set[str]]:
 
 
 def _untrained(model: nn.Module) -> Iterator[str]:
-    """Yield the names of norms that have statistics and no trainable parameters, and of the
+    """Yield the names of norms with statistics but no trainable parameters, and the names of these
     statistics.
     """
     for name, part in model.named_modules():
@@ -52,8 +52,8 @@ def _untrained(model: nn.Module) -> Iterator[str]:
 
 
 def _matches(model: nn.Module, pattern: str) -> bool:
-    """Return whether one of several patterns matches something to train, or to take out: if not, it
-    is a slip, or its part was lost.
+    """Return whether a pattern matches something trainable, or something to exclude; if not, it is
+    probably misspelled.
     """
     bare = pattern.removeprefix("!")
     every = model.named_parameters(remove_duplicate=False)
@@ -64,16 +64,16 @@ def _matches(model: nn.Module, pattern: str) -> bool:
 
 
 class Layout:
-    """The parameters of `model` that `pattern` covers, in the order of `named_parameters()`.
+    """List the parameters of `model` that `pattern` covers, in the order of `named_parameters()`.
 
-    Frozen parameters, those with `requires_grad=False`, are constants and in no layout.
+    Frozen parameters, those with `requires_grad=False`, are constants and belong to no layout.
 
     Args:
         model: Any module.
         pattern: Pattern over parameter names, see `Pattern`.
 
     Raises:
-        ValueError: The pattern, or one of several, matches no parameter, or frozen ones alone; or
+        ValueError: The pattern, or one of several, matches no parameter, or only frozen ones; or
             the model is a Pyro program.
     """
 
@@ -82,9 +82,9 @@ class Layout:
             for own in ("_pyro_samples", "_pyro_params"):
                 for one in vars(module).get(own, ()):
                     raise ValueError(
-                        f"{f'{name}.{one}'.lstrip('.')!r} is a PyroSample or PyroParam, and no "
-                        "weight of torch's: bf.pyro.fit fits a Pyro model with its priors; "
-                        "torch.nn.utils.parametrize gives a torch.nn.Parameter a range"
+                        f"{f'{name}.{one}'.lstrip('.')!r} is a PyroSample or PyroParam, not a "
+                        "torch weight: bf.pyro.fit fits a Pyro model with its priors; "
+                        "torch.nn.utils.parametrize restricts a torch.nn.Parameter to a range"
                     )
         every, also = dict(model.named_parameters()), aliases(model)
         covered = {
@@ -98,18 +98,18 @@ class Layout:
         if idle or not self.shapes:
             wrong = idle[0].removeprefix("!") if idle else pattern
             frozen = bool(wrong) and any(covers(wrong, name) for name in every)
-            what = "frozen parameters alone (requires_grad=False)" if frozen else "no parameter"
+            what = "only frozen parameters (requires_grad=False)" if frozen else "no parameter"
             raise ValueError(
                 f"pattern {pattern!r}: {wrong!r} matches {what}; the model has {list(every)[:20]}. "
-                "Patterns are matched against named_parameters(), of which the trained ones count; "
+                "Patterns are matched against the trainable parameters in named_parameters(); "
                 "bf.models.split(module, head=...) gives any module a body and a head, and "
-                "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head, for "
+                "bf.models.SplitModel(nn.Identity(), layer) makes a single layer the head, for "
                 "methods that need no body."
             )
 
     @classmethod
     def of_buffers(cls, model: nn.Module, names: tuple[str, ...]) -> "Layout":
-        """Return the layout of the buffers `names`, as of parameters."""
+        """Return the layout of the buffers `names`, as if they were parameters."""
         made = cls.__new__(cls)
         made._hold({name: model.get_buffer(name) for name in names})
         return made

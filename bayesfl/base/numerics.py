@@ -1,5 +1,5 @@
-"""Functions that stay accurate at the ends of their range, and passes over long tensors that copy
-nothing.
+"""Functions that stay accurate at the ends of their range, and passes over long tensors without
+copies.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TIES = {torch.float32: 2.0**-20, torch.float64: 2.0**-46}
-"""Scores of a precision are equal if they differ by at most this share of their size: 8 units in
-the last place of float32, whose numbers may be dense, and 64 of float64.
+"""Largest relative difference between scores that count as equal, by precision: 8 units in the last
+place of float32, whose scores may be dense, and 64 of float64.
 """
 NUMBERS_AT_ONCE = 2**16
-"""Numbers that are added at once."""
+"""Number of entries that are added in one step."""
 
 
 T = TypeVar("T")
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Compute in the run's own precision, and so that gradients can be taken, whatever `autocast`
-    or `inference_mode` the caller is in; both would hold for this thread and not for the workers.
+    """Compute in the run's own precision and with gradients, even if the caller is inside
+    `autocast` or `inference_mode`; these would apply to this thread but not to the workers.
     """
-    grads = torch.is_grad_enabled()  # leaving inference mode sets it
-    # Mostly there is nothing to leave, which takes a tenth of the time.
+    grads = torch.is_grad_enabled()  # leaving inference mode enables it
+    # Usually neither mode is active, and this check takes a tenth of the time.
     with (
         torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
         torch.set_grad_enabled(grads),
@@ -40,7 +40,7 @@ def own_modes() -> Iterator[None]:
 
 
 def in_own_modes(owner: type[T]) -> type[T]:
-    """Make all public methods of a class, but for class methods, compute in `own_modes`."""
+    """Make all public methods of a class, except class methods, compute in `own_modes`."""
     for name, method in list(vars(owner).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(owner, name, own_modes()(method))
@@ -48,17 +48,17 @@ def in_own_modes(owner: type[T]) -> type[T]:
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:
-    """Compute the rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to 1e4 and
-    beyond.
+    """Compute the rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to beyond
+    1e4.
 
-    log(expm1(s)) overflows for large s; s + log(-expm1(-s)) is the same number and does not.
+    log(expm1(s)) overflows for large s; s + log(-expm1(-s)) is equal and does not.
     """
     return scale + (-torch.expm1(-scale)).log()
 
 
 def log_softplus(rho: Tensor) -> Tensor:
-    """Compute log(softplus(rho)), elementwise; it equals rho to rounding where softplus would
-    underflow.
+    """Compute log(softplus(rho)), elementwise; where softplus would underflow, the result is rho up
+    to rounding.
 
     softplus(rho) = e^rho (1 - e^rho / 2 + ...), so below rho = -15 the logarithm is rho - e^rho /
     2.
@@ -68,8 +68,8 @@ def log_softplus(rho: Tensor) -> Tensor:
 
 
 def add_row(total: Tensor, row: Tensor, weight: float) -> None:
-    """Add weight * row [...] to `total` [...] in float64, in pieces, so that no copy of a long row
-    in float64 has to be made.
+    """Add weight * row [...] to `total` [...] in float64, in pieces, which avoids a float64 copy of
+    a long row.
     """
     if row.numel() <= NUMBERS_AT_ONCE or not row.is_contiguous():
         total.add_(row, alpha=weight)
@@ -81,15 +81,15 @@ def add_row(total: Tensor, row: Tensor, weight: float) -> None:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one type hold the same numbers; NaN is the same as NaN."""
+    """Return whether two tensors of one dtype are equal; NaN counts as equal to NaN."""
     return one.shape == other.shape and bool(
         ((one == other) | ((one != one) & (other != other))).all()
     )
 
 
 def apart(one: Tensor, other: Tensor, share: float, size: float = 0.0) -> bool:
-    """Return whether two tensors differ in shape, or by more than a share of the largest finite
-    number of `other`, or of `size` where that is larger; NaN is the same as NaN.
+    """Return whether two tensors differ in shape, or by more than `share` times the largest finite
+    number of `other` (or times `size` if larger); NaN counts as equal to NaN.
     """
     if one.shape != other.shape or not one.numel():
         return one.shape != other.shape
@@ -99,18 +99,18 @@ def apart(one: Tensor, other: Tensor, share: float, size: float = 0.0) -> bool:
 
 
 def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | None = None) -> Tensor:
-    """Return scores [..., n] in float64 in which those that differ by rounding alone, see `TIES`,
-    are one number, the least of them; so products of matrices in other blocks have the same ranks.
+    """Replace scores [..., n] that differ only by rounding, see `TIES`, by the smallest of them, in
+    float64; ranks then do not depend on how matrix products are blocked.
 
-    The precision is float32 where all scores are numbers of it. A row of neighbours that reaches
-    further than one tolerance, as of dense scores, stays as it is.
+    The tolerance is that of float32 if all scores are float32 numbers. A chain of neighbours that
+    is longer than one tolerance, as among dense scores, stays unchanged.
 
     Args:
         scores: The scores, without NaN.
-        scale: Size of the terms that scores are sums of, to which the tolerance is relative where
-            it is larger than a score.
-        among: Numbers [n] of the groups of scores [n], which stand group after group in ascending
-            order; those of one group alone may be one number. None for one group, in any order.
+        scale: Size of the terms whose sum is a score; the tolerance is relative to it if it is
+            larger than the score.
+        among: Group numbers [n] of the scores [n], which are sorted by group, ascending; only
+            scores of the same group are merged. None for one group, in any order.
     """
     if not scores.is_floating_point():
         return scores.double()
@@ -134,7 +134,7 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0, *, among: Tensor | Non
 def finite(t: Tensor) -> bool:
     """Return whether all entries are finite.
 
-    A sum takes one pass and is finite only if all its terms are; large finite terms may overflow,
-    so other sums are checked by entry.
+    A sum takes one pass and is finite only if all its terms are. Large finite terms may overflow,
+    so each entry is checked if the sum is not finite.
     """
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())

@@ -1,15 +1,15 @@
-"""Options declared once: an annotation says what an option means and which values it takes, and is
-checked before anything is done.
+"""Options declared once: an annotation holds an option's meaning and its allowed values, which are
+checked before the function runs.
 
     Epochs = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
 
     @declared
     def fedavg(model, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"): ...
 
-A function or a data class that is `declared` refuses an `epochs` of 0 and a `weight` of "sizes",
-and its docstring says of `epochs` what the annotation does, where its own `Args` say nothing.
-Looked at are numbers, their ranges, words (`Literal`), truth values, and what a function (name,
-value) in the annotation looks at; other types are left to Python.
+A function or a data class that is `declared` raises an error for `epochs=0` and `weight="sizes"`,
+and the annotation's text becomes the entry for `epochs` in the docstring unless its `Args` have
+one. The check covers numbers and their ranges, words (`Literal`), bools, and functions (name,
+value) in the annotation; Python handles other types.
 """
 
 import difflib
@@ -58,22 +58,23 @@ ELSEWHERE = {
     "verbose": {"progress": ""},
     "weights": {"_weights": "="},
 }
-"""{option of other libraries: {end of its name here: how its value is given}}."""
+"""{option in other libraries: {end of its name here: how its value is passed}}."""
 
 Idle = Mapping[tuple[str, Any], tuple[str, ...]]
-"""{(option, value): options that have no effect where it has this value}; a class stands for its
-instances, a function for all of which it is true."""
+"""{(option, value): options that have no effect with this value}. A class stands for its instances,
+a function for all values for which it returns True.
+"""
 
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of finite numbers.
+    """Describe an interval of finite numbers.
 
     Args:
-        low: Its lower end.
-        high: Its upper end.
-        ends: Which of its ends belong to it: `[` the lower one, `]` the upper one, `[]` both.
-        why: Reason or remedy, which ends the error message.
+        low: The lower end.
+        high: The upper end.
+        ends: The ends that belong to the interval: `[` the lower one, `]` the upper one, `[]` both.
+        why: Reason or remedy, at the end of the error message.
     """
 
     low: float
@@ -110,16 +111,16 @@ NotNegative = Annotated[float, AT_LEAST_0]
 
 @dataclass(frozen=True)
 class Option:
-    """Hold what an annotation says of an option.
+    """Hold the meaning and the allowed values of an option, from its annotation.
 
     Args:
-        meaning: What it is, for the docstring; empty where the docstring says it.
-        words: Texts, or None, that it may be.
-        kind: `int`, `float` or `bool` where it may be one.
-        range: Numbers that it may be; None for all.
-        parts: What each number is where it is a tuple of several.
-        free: Types that it may have besides, which are not looked at; `Callable` for any function.
-        looks: Functions (name, value) that raise where they refuse a value.
+        meaning: The text for the docstring; empty if the docstring has its own.
+        words: Allowed texts, or None.
+        kind: `int`, `float` or `bool` if allowed.
+        range: Allowed numbers; None for all.
+        parts: For a tuple of several numbers, the option that each must satisfy.
+        free: Further allowed types, which are not checked; `Callable` for any function.
+        looks: Functions (name, value) that raise an error for values that are not allowed.
     """
 
     meaning: str = ""
@@ -132,7 +133,7 @@ class Option:
 
     @classmethod
     def of(cls, hint: Any) -> "Option":
-        """Return what a type hint says."""
+        """Return the option that a type hint describes."""
         origin, inner = get_origin(hint), get_args(hint)
         if origin is Annotated:
             found = cls.of(inner[0])
@@ -162,12 +163,12 @@ class Option:
         return Option(*(one + two if isinstance(one, tuple) else one or two for one, two in pairs))
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return a value, a number as one of Python's own.
+        """Check a value and return it, numbers as Python's own type.
 
         Raises:
-            TypeError: It is to be a truth value, and is none; or one of `looks` raises it.
-            ValueError: It is none of the words, no number, no such number, or one of `looks` raises
-                it.
+            TypeError: A bool is required and the value is not one; or a function in `looks` raises.
+            ValueError: The value is not among the words, is not a number or lies out of range; or a
+                function in `looks` raises.
         """
         if any(
             value is word or (isinstance(word, str) and isinstance(value, str) and value == word)
@@ -219,7 +220,7 @@ def whole(name: str, value: object, *, least: int) -> int:
     """Return `value` as an int of at least `least`.
 
     Raises:
-        ValueError: `value` is smaller than `least`, not an integer, a bool, or no number.
+        ValueError: `value` is smaller than `least`, is not an integer, or is a bool.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
@@ -232,7 +233,8 @@ def number(name: str, value: object) -> float:
     """Return `value` as a float; the caller checks its range.
 
     Raises:
-        ValueError: `value` is a bool, or no real number.
+    Raises:
+        ValueError: `value` is a bool, or not a real number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -252,21 +254,21 @@ def instance(name: str, value: object, wanted: type, remedy: str) -> None:
 
 
 def listed(values: Any) -> Any:
-    """Return the numbers of a tensor or an array as Python's own, in a list where there are
-    several; return anything else as it is.
+    """Convert the numbers of a tensor or an array to Python's own, as a list if there are several;
+    return anything else unchanged.
     """
     return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
 
 
 def _here(asked: str, names: Iterable[str]) -> list[str]:
-    """Return what an option of other libraries is called among names; see `ELSEWHERE`."""
+    """Return the names that an option of another library has here; see `ELSEWHERE`."""
     called = ELSEWHERE.get(asked, {})
     return [name + given for end, given in called.items() for name in names if name.endswith(end)]
 
 
 def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` names, those nearest to the one that was asked for whatever their case;
-    the first ones where none is near.
+    """Return at most `most` names that are closest to the requested one, ignoring case; the first
+    ones if none is close.
     """
     if here := _here(asked, names):
         return here[:most]
@@ -276,11 +278,11 @@ def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
 
 
 def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
-    """Refuse options that a function does not have.
+    """Raise TypeError for options that a function does not have.
 
     Raises:
-        TypeError: There is one; the message has the nearest options of the function, or what the
-            option is called here.
+        TypeError: An option is unknown; the message contains the most similar options, or the
+            option's name in bayesfl.
     """
     parameters = inspect.signature(function).parameters
     asked = next((name for name in given if name not in parameters), "")
@@ -295,7 +297,7 @@ def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
 
 
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function refuse unknown options as a declared one does, and look at nothing else."""
+    """Make a function raise TypeError for unknown options, as a declared one does."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -306,23 +308,21 @@ def suggests(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:
-    """Return a function that looks at an option's type, for its annotation; the message of what it
-    raises ends with `remedy`.
+    """Return a function for annotations that checks an option's type; its error message ends with
+    `remedy`.
     """
     return lambda name, value: instance(name, value, wanted, remedy)
 
 
 @functools.cache
 def options_of(owner: Any) -> dict[str, Option]:
-    """Return what the annotations of a function, or of a data class, say of its options,
-    by name.
-    """
+    """Return the options of a function or a data class from their annotations, by name."""
     hints = get_type_hints(inspect.unwrap(owner), include_extras=True)
     return {name: Option.of(hint) for name, hint in hints.items() if name not in ("return", "_")}
 
 
 signature_of = functools.cache(inspect.signature)
-"""Return the signature of a function or of a class, which is read once."""
+"""Return the signature of a function or a class, cached."""
 
 
 @overload
@@ -339,7 +339,8 @@ def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})
 
     Args:
         function: A function, or a class with the fields of a data class.
-        idle: Options that say nothing under another one; giving them is refused.
+        idle: Options that have no effect under certain values of others; passing them then raises
+            ValueError.
     """
 
     def declare(owner: Any) -> Any:
@@ -363,11 +364,11 @@ def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
 
 
 def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that checks another one's options with that one's docstring, completed, and
-    its signature, in plain types.
+    """Give a function that checks another one's options the other's completed docstring, and its
+    signature in plain types.
     """
     checked.__doc__ = completed(function)
-    # `help` reads the one, Sphinx the other.
+    # `help` reads `__doc__`, Sphinx the signature.
     checked.__signature__ = _plain(function)  # type: ignore[attr-defined]
     checked.__annotations__ = get_type_hints(function)
     return checked
@@ -383,8 +384,8 @@ def _plain(function: Callable[..., Any], skip: int = 0) -> inspect.Signature:
 
 
 class _Signature:
-    """The signature of a declared data class, in plain types; of its instances, which may be
-    called, nothing is said.
+    """Provide the signature of a declared data class, in plain types; its instances, which may be
+    callable, have none.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
@@ -396,19 +397,19 @@ class _Signature:
 def arguments(
     function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle
 ) -> inspect.BoundArguments | None:
-    """Return a call's arguments as the annotations ask for them, with all defaults; None where
-    Python refuses the call.
+    """Bind a call's arguments, converted as the annotations require, with all defaults; None if
+    the call itself is invalid in Python.
 
     Raises:
-        TypeError: As by `Option`, or there is no such option.
-        ValueError: As by `Option`; or an option is given that another leaves without effect.
+        TypeError: See `Option`; or there is no such option.
+        ValueError: See `Option`; or an option has no effect because of another one.
     """
     signature, declared_as = signature_of(function), options_of(function)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
         refuse_unknown(function, kwargs)
-        return None  # what else is wrong, Python reports
+        return None  # Python reports the other errors
     bound.apply_defaults()
     for name, option in declared_as.items():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -448,7 +449,7 @@ def _declared_class(cls: C, idle: Idle) -> C:
     after = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
-        if type(self).__post_init__ is __post_init__:  # not again in the base of a declared class
+        if type(self).__post_init__ is __post_init__:  # once only if the base is declared too
             for name, option in options_of(type(self)).items():
                 found = getattr(self, name, None)
                 if (own := option(name, found)) is not found:  # a number of Python's own
@@ -462,15 +463,15 @@ def _declared_class(cls: C, idle: Idle) -> C:
         refuse_unknown(cls.__init__, kwargs)
         return object.__new__(cls)
 
-    cls.__new__ = __new__  # as dataclass makes `__init__` after this
-    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]  # of a class that dataclass is about to read
-    cls.__signature__ = _Signature()  # type: ignore[attr-defined]  # which `help` and Sphinx read
+    cls.__new__ = __new__  # `dataclass` makes `__init__` after this
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]  # `dataclass` reads it next
+    cls.__signature__ = _Signature()  # type: ignore[attr-defined]  # for `help` and Sphinx
     cls.__doc__ = completed(cls)
     return cls
 
 
 def completed(owner: Any) -> str | None:
-    """Return a docstring whose `Args` have every option that its annotation gives a meaning, in the
+    """Return a docstring with an `Args` entry for every option whose annotation has a text, in the
     order of the signature.
     """
     doc = (
@@ -496,9 +497,7 @@ def completed(owner: Any) -> str | None:
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:
-    """Return what stands before the arguments, the arguments by name, and what stands
-    after them.
-    """
+    """Return the text before the arguments, the arguments by name, and the text after them."""
     before, *rest = re.split(
         r"^(?=(?:Args|Returns|Raises|Warns|References|Example):$)",
         doc,

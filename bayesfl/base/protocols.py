@@ -6,10 +6,10 @@ subnetwork, `M` copies of a block, `O` outputs. As a subscript, as in H_S, `S` i
 selected weights.
 
 Terms: a "view" is one client's current state of the blocks in a phase; "given" is what every client
-received this round; a "block" is a set of parameters treated alike; a "cohort" are the clients
-whose work is gathered in a round; a "chunk" are clients computed together.
+received this round; a "block" is a set of parameters treated alike; a "cohort" is the set of
+clients whose work is gathered in a round; a "chunk" is a set of clients computed together.
 
-Functions for one client also serve many: tensors carry any leading axes, written [...].
+Functions for one client also accept many: tensors may have any leading axes, written [...].
 """
 
 from collections.abc import Callable, Mapping
@@ -23,24 +23,24 @@ from bayesfl.base.options import Range
 from bayesfl.base.targets import Targets
 
 Tensors: TypeAlias = dict[str, Tensor]
-"""One belief about a block, such as {"loc": [..., D], "rho": [..., D]}."""
+"""One posterior of a block, such as {"loc": [..., D], "rho": [..., D]}."""
 
 
 Server: TypeAlias = dict[str, Any]
-"""The state of the federation on the server: nested mappings of tensors only, so that it can be
-stored and sent.
+"""The federation's state on the server: nested mappings of tensors only, so that it can be stored
+and sent.
 """
 
 
 View: TypeAlias = dict[str, Any]
-"""The state that one client sees: the common blocks, its private rows, what was addressed to it,
-and "n", its number of examples.
+"""One client's state: the common blocks, its private rows, the entries that the server addressed to
+it, and "n", its number of examples.
 """
 
 
 Uplink: TypeAlias = dict[str, Any]
-"""The entries that clients send: their pooled blocks, what the algorithm reports, "n", and "ids",
-which the server adds.
+"""Entries that clients send: their pooled blocks, the algorithm's reports, "n", and "ids", which
+the server adds.
 """
 
 
@@ -54,7 +54,7 @@ Carry: TypeAlias = Any
 
 
 Info: TypeAlias = dict[str, Tensor]
-"""Information for people to read, which no computation uses."""
+"""Diagnostics for people, which no computation uses."""
 
 
 Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
@@ -65,12 +65,13 @@ the copies of a block.
 
 @dataclass(frozen=True)
 class Reported:
-    """A start of an algorithm's `reports`, with the range of the numbers that are sent. A client
-    that sends others is left out of the round, or stops the run, by name.
+    """Hold an initial value for an algorithm's `reports` and the range of the numbers that clients
+    send. A client that sends numbers outside the range is left out of the round, or stops the run
+    with an error that names it.
 
     Args:
-        start: The start.
-        range: Where every number must lie.
+        start: The initial value.
+        range: The range of every number.
     """
 
     start: Any
@@ -78,20 +79,20 @@ class Reported:
 
 
 RESERVED = ("n", "ids", "round", "rounds", "clients")
-"""Names of entries that every view or uplink holds in addition to the method's own."""
+"""Names of entries that every view or uplink has in addition to the method's own."""
 
 
 @runtime_checkable
 class Posterior(Protocol):
-    """The interface of a belief q(w) about a block's weights; every tensor is [..., D]."""
+    """Define the interface of a posterior q(w) of a block's weights; every tensor is [..., D]."""
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief that a client starts from, centred at `loc` [..., D]; may alias it."""
+        """Return a client's initial posterior, centred at `loc` [..., D]; may alias it."""
         ...
 
     def noise_size(self, size: int) -> int:
-        """Return how many standard normals one draw of `size` weights takes; 0 if there is nothing
-        to draw.
+        """Return the number of standard normals for one draw of `size` weights; 0 if the posterior
+        is a point.
         """
         ...
 
@@ -112,7 +113,7 @@ class Posterior(Protocol):
 
 @runtime_checkable
 class Prior(Protocol):
-    """The interface of a prior p(w_j | w), which ties a client's belief to the federation."""
+    """Define the interface of a prior p(w_j | w), which couples a posterior to the federation."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
         """Return the expected negative log prior [...] in nats, with all constants, for moments
@@ -123,14 +124,14 @@ class Prior(Protocol):
 
 @runtime_checkable
 class AdditivePool(Protocol):
-    """The interface of a pool that is a sum over clients, then a closed form.
+    """Define the interface of a pool that computes a sum over clients and then a closed form.
 
-    The sum can be streamed, computed by a tree of servers, and computed under secure aggregation.
+    The sum can be streamed, computed by a tree of servers, or under secure aggregation.
     """
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Return the names of the posterior's tensors that travel."""
+        """Return the names of the posterior's tensors that are sent."""
         ...
 
     def accumulate(
@@ -148,11 +149,11 @@ class AdditivePool(Protocol):
 
 @runtime_checkable
 class StackedPool(Protocol):
-    """The interface of a pool that needs every client at once, such as a median."""
+    """Define the interface of a pool that needs every client at once, such as a median."""
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Return the names of the posterior's tensors that travel."""
+        """Return the names of the posterior's tensors that are sent."""
         ...
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
@@ -162,18 +163,18 @@ class StackedPool(Protocol):
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """The interface of a likelihood p(y | outputs of the network), for one example."""
+    """Define the interface of a likelihood p(y | outputs of the network), for one example."""
 
     @property
     def task(self) -> str:
-        """Return `classification` or `regression`, which decides the measures that apply."""
+        """Return `classification` or `regression`, which selects the measures."""
         ...
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return the shape of a network's outputs for one example, as (O,).
 
         Raises:
-            ValueError: The likelihood is for other targets.
+            ValueError: The likelihood does not accept these targets.
         """
         ...
 
@@ -188,14 +189,14 @@ class Likelihood(Protocol):
         ...
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return the predictive distribution averaged over draws `outputs` [..., S, N, O]; its
-        epistemic part is a separate entry.
+        """Return the predictive distribution averaged over draws `outputs` [..., S, N, O], with the
+        epistemic part as a separate entry.
         """
         ...
 
 
 class FittedPredictor(Protocol):
-    """The interface of one client's predictor, ready to be used."""
+    """Define the interface of one client's fitted predictor."""
 
     def __call__(
         self,
@@ -210,32 +211,31 @@ class FittedPredictor(Protocol):
 
         Args:
             x: Inputs [N, *], a tensor or a tree of them.
-            value: Value of the number that is tuned, if the predictor has one; None for the first
-                of its grid. For several, [K], the predictions at each are stacked, [K, N, ...].
+            value: Value of the tuned number, if the predictor has one; None for the first value of
+                its grid. For several, [K], the predictions at each are stacked, [K, N, ...].
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
-            plain: Whether to predict at the means of the uncertain weights, as if these were
-                certain.
+            plain: Whether to predict at the means of the uncertain weights, as if they had no
+                variance.
         """
         ...
 
 
 class Predictor(Protocol):
-    """The interface of a rule by which a client predicts, from its training data or from several
-    models together.
+    """Define the interface of a client's rule that predicts from training data or several models.
 
-    Without one, predictions are averaged over draws of the client's blocks.
+    Without such a rule, predictions are averages over draws of the client's blocks.
     """
 
     @property
     def tunes(self) -> str:
-        """Return the name of a number that is chosen for all clients by the likelihood of their
+        """Return the name of a number that is tuned for all clients by the likelihood of their
         validation data; empty if there is none.
         """
         ...
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Return the candidates for this number, ascending; a single one is taken as it is."""
+        """Return the candidates for this number, ascending; a single one is used as it is."""
         ...
 
     def check(self, algorithm: Any) -> None:
@@ -245,28 +245,29 @@ class Predictor(Protocol):
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
         """Return one client's predictor.
 
-        It is made from what the client received, its view (after fine-tuning, if the method has
-        any), and its training data x, y; and of a predictor whose attribute `validates` is True
-        from its `validation` data, {x, y}, on which it may choose a number of its own.
+        It is computed from the entries that the client received, its view (after fine-tuning, if
+        the method fine-tunes) and its training data x, y. A predictor whose attribute `validates`
+        is True also receives the client's `validation` data, {x, y}, to choose its own number.
         """
         ...
 
 
 class AskingPredictor(Predictor, Protocol):
-    """The interface of a predictor that needs what clients answer to surveys.
+    """Define the interface of a predictor that needs surveys of the clients.
 
-    Its surveys are put to the clients before they predict, in a simulation and over a network. Each
-    says what it `reads` of a client: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions`
-    by what is known so far; or its last layer, `head`, as `LocalHeads` by the predictor's own
-    `rows(algorithm, view, x, y)`, without the model after its first question. The predictor finds
-    the last states in `given`, by their names; they are not there where clients predict before
+    The surveys run before clients predict, in a simulation and over a network. A survey's `reads`
+    names its input: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions` under the states
+    known so far; or the last layer, `head`, as `LocalHeads` from the predictor's own
+    `rows(algorithm, view, x, y)`, which needs the model for the first question only. The predictor
+    finds the last states in `given`, by name. They are absent if clients predict before
     aggregation, or at the means.
     """
 
     def asks(
         self, algorithm: Any, server: Server, known: Mapping[str, Tensors]
     ) -> tuple[str, Any] | None:
-        """Return the next survey that predictions need, after its name; None after the last one.
+        """Return the name of the next survey that predictions need and the survey; None after the
+        last one.
 
         Args:
             algorithm: The method.
@@ -278,8 +279,8 @@ class AskingPredictor(Predictor, Protocol):
 
 @runtime_checkable
 class StoredPredictor(Predictor, Protocol):
-    """The interface of a predictor that can be stored with a client's model, so that it predicts
-    without the training data.
+    """Define the interface of a predictor that can be stored with a client's model, so that it
+    predicts without the training data.
     """
 
     @property
@@ -289,25 +290,23 @@ class StoredPredictor(Predictor, Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the names of the view's entries that it reads in addition to the blocks of the
-        predictor.
-        """
+        """Return the names of the view's entries that it reads in addition to its blocks."""
         ...
 
     def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts; none of them holds a row of the training
-        data as it is.
+        """Return the tensors from which `restored` makes a predictor; none contains a row of the
+        training data unchanged.
 
-        They can be as confidential as the rows, which may be computed from them, see
+        They can be as confidential as the rows, which may be computable from them, see
         `ClientModel.save`.
 
         Args:
-            fitted: One client's predictor, as the rule itself or `restored` made it.
-            value: Value of the number that is tuned; None for the first of the grid.
-            limit: Bytes that one tensor may take.
+            fitted: One client's predictor, from the rule itself or from `restored`.
+            value: Value of the tuned number; None for the first of the grid.
+            limit: Maximum number of bytes of one tensor.
 
         Raises:
-            MemoryError: A tensor takes more bytes than `limit`; the message says how many.
+            MemoryError: A tensor exceeds `limit`; the message has its size.
         """
         ...
 

@@ -1,11 +1,11 @@
 """Addressed randomness: every draw is a function of (seed; purpose, round, client, stage, phase,
-index) and of nothing else.
+index) only.
 
-A run therefore uses the same draws whatever the kernel, the chunk size, the number of workers, the
-order of the clients or the machine: no shared generator is used. Addresses are hashed by NumPy's
-`SeedSequence` with a spawn key of fixed length (entropy lists collide: [1, 2] equals [1, 2, 0])
-into the key of a counter-based Philox generator, and always drawn in float32 on the CPU, so that
-neither the device nor the precision of a run changes what is drawn.
+A run therefore uses the same draws for every kernel, chunk size, number of workers, order of the
+clients and machine: there is no shared generator. NumPy's `SeedSequence` hashes an address, with a
+spawn key of fixed length (entropy lists collide: [1, 2] equals [1, 2, 0]), to the key of a
+counter-based Philox generator. Draws are always made in float32 on the CPU, so neither the device
+nor the precision of a run changes them.
 
 Randomness that protects clients must not depend on a seed that others know: `keyed` derives it from
 a secret.
@@ -20,7 +20,7 @@ WORD = 2**32
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw: the first word of its address."""
+    """Name the purpose of a draw, the first word of its address."""
 
     PERMUTATION = 0
     NOISE = 1
@@ -43,7 +43,7 @@ class Purpose(IntEnum):
 
 
 class Stage(IntEnum):
-    """The list of phases that a draw belongs to; part of a client's address."""
+    """List of phases that a draw belongs to; part of a client's address."""
 
     TRAIN = 0
     FINETUNE = 1
@@ -77,8 +77,8 @@ def generators(
 ) -> list[np.random.Generator]:
     """Return `generator` at the addresses of several clients [n] and indices [n].
 
-    NumPy's `SeedSequence` gets each address as the words that it would assemble, which is three
-    times as fast.
+    NumPy's `SeedSequence` receives each address as the words that it would assemble itself, which
+    is three times as fast.
     """
     parts = [seed >> shift & (WORD - 1) for shift in range(0, max(seed.bit_length(), 128), 32)]
     common = np.array([*parts, purpose, round, 0, stage, phase, 0], np.uint32)
@@ -97,7 +97,7 @@ def key(
     phase: int = 0,
     index: int = 0,
 ) -> int:
-    """Return a number of 64 bits that seeds the draws of torch's own operations at one address, see
+    """Return a number of 64 bits that seeds torch's own random operations at one address, see
     `_words` and `Addressed`.
     """
     return int(
@@ -130,8 +130,8 @@ def _words(
 
 
 def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Return words [size], uint64, of SHAKE-256 of a secret and an address: for anyone without the
-    secret they are as good as uniform.
+    """Return words [size], uint64, of SHAKE-256 of a secret and an address; without the secret they
+    cannot be told from uniform ones.
     """
     text = b"".join(
         len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address)
@@ -140,7 +140,7 @@ def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 
 
 def hashed(rows: np.ndarray) -> np.ndarray:
-    """Return a hash of every row [n, m] of 32-bit words, [n] uint64, by a multilinear function of
+    """Return a hash of every row [n, m] of 32-bit words, [n] uint64: a multilinear function with
     fixed random weights.
     """
     weights = generator(0, Purpose.SURVEY, phase=9).integers(
@@ -156,8 +156,8 @@ def hashed(rows: np.ndarray) -> np.ndarray:
 
 
 def mixed(words: np.ndarray) -> np.ndarray:
-    """Return words of 64 bits mixed so that every bit depends on all (splitmix64; Steele, Lea and
-    Flood, OOPSLA 2014).
+    """Return words of 64 bits, mixed so that every output bit depends on all input bits
+    (splitmix64; Steele, Lea and Flood, OOPSLA 2014).
     """
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,17 +1,17 @@
-"""Surveys: questions that are answered by sums over clients, one after the other.
+"""Surveys: sequences of questions whose answers are sums over clients.
 
-A survey asks, and learns of the answers their sum only:
+The server sends questions and receives only the sums of the answers:
 
     start(about) -> state
-    shapes(state) -> the shape of each summand; none: nothing is asked
+    shapes(state) -> shape of each summand; empty for no question
     answer(state, local) -> summands
     solve(state, total) -> state, done
 
-Calibration and audits ask clients about their predictions (`bayesfl.evaluation.surveys`),
-statistics about their rows (`bayesfl.stats`). `conduct` is the one loop; how a question is put, and
-how answers are added, is the caller's: on one machine, under secure sums, or over a network.
+Calibration and audits survey clients' predictions (`bayesfl.evaluation.surveys`), statistics survey
+their rows (`bayesfl.stats`). `conduct` is the common loop. Its caller decides how a question
+reaches the clients and how answers are added: on one machine, under secure sums, or over a network.
 Answers are summed in float64 in the order of the clients' ids, so that the sum does not depend on
-who answered first.
+the order of their arrival.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,34 +24,34 @@ from bayesfl.base.numerics import own_modes
 from bayesfl.base.protocols import Tensors
 
 QUESTIONS = 1000
-"""Number of questions after which a survey is taken for one that does not end."""
+"""Maximum number of questions; a survey that asks more raises RuntimeError."""
 
 Ask: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
-"""Ask a question: the survey's state and the shapes of the answer, to the sum of the
-clients' answers in float64.
+"""Function that asks a question: from the survey's state and the shapes of the answer to the sum of
+the clients' answers in float64.
 """
 
 
 Known_contra = TypeVar("Known_contra", contravariant=True)
-"""What clients know of themselves, as `LocalPredictions` or `LocalRows`, which has the clients'
-numbers as `ids`.
+"""Data about clients from which they answer, such as `LocalPredictions` or `LocalRows`, with the
+clients' numbers as `ids`.
 """
 
 
 class NotNegative(tuple[int, ...]):
-    """The shape of numbers >= 0 in a survey's answer."""
+    """Declare the shape of an answer whose numbers are >= 0."""
 
 
 class PerClient(tuple[int, ...]):
-    """The shape of numbers in a survey's answer of which each client has its own, at its place in
-    the first dimension, and 0 at others'.
+    """Declare the shape of an answer in which each client writes to its own place in the first
+    dimension, and 0 to the others.
     """
 
     ends: Sequence[int] | None = None
-    """Where each client's places end, if these are not one each."""
+    """End of each client's places, if a client has several; None for one each."""
 
     def own(self, answer: torch.Tensor, client: int) -> torch.Tensor:
-        """Return an answer without what a client has written into others' places."""
+        """Return an answer with the entries in other clients' places set to 0."""
         ends = self.ends or range(1, self[0] + 1)
         found = torch.zeros_like(answer)
         at = slice(ends[client - 1] if client else 0, ends[client])
@@ -60,60 +60,60 @@ class PerClient(tuple[int, ...]):
 
 
 class NotNegativePerClient(PerClient):
-    """The shape of such numbers >= 0."""
+    """Declare a shape as `PerClient`, of numbers >= 0."""
 
 
 class Semidefinite(tuple[int, ...]):
-    """The shape of a symmetric matrix without negative eigenvalues in a survey's answer."""
+    """Declare the shape of an answer that is a symmetric matrix without negative eigenvalues."""
 
 
 class Survey(Protocol[Known_contra]):
-    """A question, and what to make of its answers; see the module."""
+    """Define the interface of a survey, its questions and the use of answers; see the module."""
 
     @property
     def split(self) -> str:
-        """Return the name of the split about which clients are asked."""
+        """Return the name of the split that clients answer about."""
         ...
 
     def start(self, about: Any, /) -> Tensors:
-        """Return the state at first, which all clients receive.
+        """Return the initial state, which all clients receive.
 
         Args:
-            about: What is known of all clients' rows before the first question, as `Outputs`.
+            about: Facts about all clients' rows before the first question, such as `Outputs`.
 
         Raises:
-            ValueError: The survey does not fit.
+            ValueError: The survey does not fit the data.
         """
         ...
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of one client's answer, by name; empty where there is nothing to ask.
-        Names that begin with `n_` are counts, a `NotNegative` shape is one of numbers >= 0, and a
-        `Semidefinite` one that of a matrix.
+        """Return the shape of one client's answer, by name; empty if there is no question. Names
+        that begin with `n_` are counts; `NotNegative` declares numbers >= 0, and `Semidefinite` a
+        positive semidefinite matrix.
         """
         ...
 
     def answer(self, state: Tensors, local: Known_contra) -> Tensors:
-        """Return each client's answer, [J, ...]; zeros of a client without rows."""
+        """Return each client's answer, [J, ...]; zeros for a client without rows."""
         ...
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the next state, or the last one, and whether it is the last."""
+        """Return the next state, and whether it is the last."""
         ...
 
 
 @own_modes()
 def conduct(survey: Survey, ask: Ask, about: Any) -> Tensors:
-    """Put the survey's questions one after the other, and return the last state.
+    """Ask a survey's questions one after another, and return the last state.
 
     Args:
         survey: The survey.
-        ask: How a question is put.
-        about: As in `Survey.start`.
+        ask: Function that asks a question.
+        about: See `Survey.start`.
 
     Raises:
-        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite, or
-            is none that was declared.
+        ValueError: The survey does not fit the data, or a sum of answers has another shape, is not
+            finite, or violates its declaration.
         RuntimeError: The survey has not ended after `QUESTIONS` questions.
     """
     state = survey.start(about)
@@ -126,27 +126,27 @@ def conduct(survey: Survey, ask: Ask, about: Any) -> Tensors:
         if done:
             return state
     raise RuntimeError(
-        f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve "
-        "return True some time"
+        f"{type(survey).__name__} has asked {QUESTIONS} questions without ending; its solve must "
+        "return True eventually"
     )
 
 
 def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) -> Tensors:
-    """Return an answer or a sum in float64 on the CPU, after a check of its names, shapes and
-    numbers.
+    """Check the names, shapes and numbers of an answer or a sum, and return it in float64 on the
+    CPU.
 
     Args:
         answer: The tensors.
         shapes: Their shapes, by name.
-        whose: What they are, for error messages.
+        whose: Description of the tensors, for error messages.
 
     Raises:
-        ValueError: Names or shapes are others than were declared, or a number is not finite, no
+        ValueError: Names or shapes differ from the declaration, or a number is not finite, not a
             count, or negative.
     """
     if answer.keys() != dict(shapes).keys():
         raise ValueError(
-            f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}"
+            f"{whose} contains {sorted(answer)}, but the survey declares {sorted(shapes)}"
         )
     found = {
         name: torch.as_tensor(t).detach().to("cpu", torch.float64) for name, t in answer.items()
@@ -154,13 +154,13 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
     for name, t in found.items():
         if tuple(t.shape) != tuple(shapes[name]):
             raise ValueError(
-                f"{whose} has {name!r} of shape {list(t.shape)}, and the survey declares "
+                f"{whose} contains {name!r} of shape {list(t.shape)}, but the survey declares "
                 f"{list(shapes[name])}"
             )
         if not bool(t.isfinite().all()):
             raise ValueError(
-                f"{whose} has numbers that are not finite in {name!r}; look at the rows or "
-                "predictions on the survey's split"
+                f"{whose} contains numbers in {name!r} that are not finite; check the rows or "
+                "predictions of the survey's split"
             )
         count = name.startswith("n_")
         below = (count or isinstance(shapes[name], NotNegative | NotNegativePerClient)) and bool(
@@ -171,7 +171,8 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
             below = bool((values.amin(-1) < -1e-6 * values.abs().amax(-1)).any())
         if below or (count and not torch.equal(t, t.round())):
             raise ValueError(
-                f"{whose} has numbers in {name!r} that are {'no counts' if count else 'negative'}"
+                f"{whose} contains numbers in {name!r} that are "
+                f"{'not counts' if count else 'negative'}"
             )
     return found
 
@@ -182,7 +183,7 @@ def answers(
     """Return the answers of the clients of `local`, [J, ...] in float64, each checked.
 
     Raises:
-        ValueError: As by `checked`.
+        ValueError: See `checked`.
     """
     return checked(
         survey.answer(state, local),
@@ -192,7 +193,7 @@ def answers(
 
 
 def together(survey: Survey, local: Any) -> Ask:
-    """Return how a question is put to clients that are all here: their answers are added."""
+    """Return a function that asks all clients on this machine and adds their answers."""
 
     def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         return summed(local.ids, answers(survey, state, local, shapes))
@@ -202,12 +203,12 @@ def together(survey: Survey, local: Any) -> Ask:
 
 def summed(ids: np.ndarray, found: Tensors) -> Tensors:
     """Add clients' answers [J, ...] in the order of their ids [J], so that the sum does not depend
-    on who answered first.
+    on the order of arrival.
     """
     order = torch.from_numpy(np.argsort(ids, kind="stable"))
     return {name: t[order].sum(0) for name, t in found.items()}
 
 
 def uplink_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return what a client sends to answer one question, in bytes: eight a number."""
+    """Return the size of a client's answer to one question in bytes: eight for each number."""
     return 8 * sum(int(np.prod(shape)) for shape in shapes.values())

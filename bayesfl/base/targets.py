@@ -1,4 +1,4 @@
-"""The targets of a federation: what a likelihood has to know of them to say how many outputs a
+"""The targets of a federation, from which a likelihood determines the number of outputs that a
 network needs.
 """
 
@@ -10,12 +10,12 @@ from torch import Tensor
 Task: TypeAlias = Literal["classification", "regression"]
 
 IGNORE = -100
-"""The label of a place that has none, as in `torch.nn.functional.cross_entropy`."""
+"""The label of a position without label, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Describe what a federation's data are to predict.
+    """Describe the targets of a federation's data.
 
     Args:
         task: `classification` or `regression`.
@@ -33,10 +33,10 @@ class Targets:
         return tuple(self.y.shape[1:])
 
     def check(self, likelihood: object, task: Task) -> None:
-        """Check that the targets are of the kind that a likelihood is for.
+        """Check that the targets have the task that a likelihood needs.
 
         Raises:
-            ValueError: They are for another task.
+            ValueError: They have another task.
         """
         if self.task != task:
             raise ValueError(

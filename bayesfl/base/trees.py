@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nest of mappings into one mapping, its keys joined by dots; anything that is not a
+    """Flatten a nest of mappings into one mapping, with keys joined by dots; anything that is not a
     mapping is a leaf.
 
     Raises:
-        ValueError: A key is not text, is empty, or contains a dot, so that it could be confused
-            with a nest.
+        ValueError: A key is not text, is empty, or contains a dot, which would make the flat name
+            ambiguous.
     """
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str) or "." in key or not key:
             raise ValueError(
-                f"name {key!r} must be text without dots, which join the names of a nest; choose "
-                "another"
+                f"name {key!r} must be text without dots, because dots join the names of a nest; "
+                "choose another"
             )
         out |= (
             flatten(value, f"{prefix}{key}.")
@@ -31,8 +31,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def alike(one: Tensor, other: Tensor, *, free: int = 0) -> bool:
-    """Return whether two tensors have one dtype and one shape; their first `free` axes may have
-    other lengths.
+    """Return whether two tensors have the same dtype and shape; the lengths of their first `free`
+    axes may differ.
     """
     return (
         one.dtype == other.dtype
@@ -42,13 +42,13 @@ def alike(one: Tensor, other: Tensor, *, free: int = 0) -> bool:
 
 
 def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each of a nest's tensors, under their dotted names."""
+    """Return the dtype and shape of each tensor of a nest, by its dotted name."""
     return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
 
 
 def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a nest's tensors under their dotted names, sorted by name: contiguous copies on the
-    CPU that share no memory.
+    """Return the tensors of a nest, sorted by their dotted names, as contiguous copies on the CPU
+    that share no memory.
     """
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -57,10 +57,10 @@ def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the nest from which `flatten` made these tensors under dotted names.
+    """Invert `flatten` for tensors.
 
     Raises:
-        ValueError: One name is the beginning of another, such as "a" and "a.b".
+        ValueError: One name is a prefix of another, such as "a" and "a.b".
     """
     out: dict[str, Any] = {}
     for name, value in flat.items():
@@ -71,6 +71,6 @@ def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
             if isinstance(place, Tensor):
                 break
         if isinstance(place, Tensor) or last in place:
-            raise ValueError(f"tensor {name!r} stands above or below another")
+            raise ValueError(f"tensor {name!r} is a prefix of another tensor's name")
         place[last] = value
     return out

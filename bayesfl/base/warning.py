@@ -1,4 +1,4 @@
-"""Warnings that show the line that called bayesfl, and notes on what a user's function raises."""
+"""Warnings that point to the line that called bayesfl, and notes on errors of a user's function."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ OWN = ("bayesfl.", "contextlib", "torch.utils._contextlib")
 
 
 def warn(message: str) -> None:
-    """Warn, as from the line outside bayesfl that called it."""
+    """Issue a warning that points to the line outside bayesfl that called it."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OWN):
         level, frame = level + 1, frame.f_back
@@ -19,7 +19,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def noted(where: str) -> Iterator[None]:
-    """Add a note to whatever a user's function raises, which is passed on."""
+    """Add a note to any error that a user's function raises in the block, and raise it again."""
     try:
         yield
     except Exception as error:

@@ -27,26 +27,27 @@ def _on_a_gpu(module: nn.Module) -> bool:
 
 
 def refusal(backend: str, what: str) -> ValueError:
-    """Return the error which says what a backend, asked for by name, does not support."""
+    """Return an error on an input that an explicitly selected backend does not support."""
     return ValueError(
-        f"backend {backend!r} does not support {what}; backend='func' takes any architecture and "
-        "any inputs"
+        f"backend {backend!r} does not support {what}; backend='func' supports any architecture "
+        "and any inputs"
     )
 
 
 def error_in_words(error: Exception) -> str:
-    """Return the type of an error and the first line that it says."""
+    """Return the type of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
 class Func:
-    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over
-    examples, or one row after another where torch.func cannot; for any architecture and inputs.
+    """Compute Jacobians with the `func` backend: torch.func's vector-Jacobian product for each row,
+    vectorised over examples, or row by row if torch.func cannot vectorise; for any architecture and
+    inputs.
 
     Args:
         module: Any module.
-        layout: The parameters with respect to which derivatives are taken.
+        layout: The parameters of the derivatives.
     """
 
     name = "func"
@@ -61,9 +62,9 @@ class Func:
 
     @torch.no_grad()
     def floats(self, x: Inputs) -> tuple[int, int, int]:
-        """Return how many numbers one example of `x` needs in memory, for itself and for each
-        cotangent, and its number O of outputs; a cotangent is all that it
-        needs itself, as rows are pulled back in blocks.
+        """Return the number of floats in memory for one example of `x`: for the example itself and
+        for each cotangent, and its number O of outputs. Both floats are equal, because rows are
+        pulled back in blocks.
         """
         one = at(x, slice(1))
         outputs = call_at(self._module, {}, one).shape[-1]
@@ -76,7 +77,7 @@ class Func:
         """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c =
         `cotangents(outputs)` [N, Q, O].
         """
-        outputs = call_at(self._module, {}, x)  # which waits for other threads
+        outputs = call_at(self._module, {}, x)  # waits for other threads
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
     def _pull(self, x: Inputs, cotangents: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class Func:
             try:
                 return self._pull_at_once(x, cotangents)
             except (AttributeError, RuntimeError):
-                # As of a GRU, of control flow that depends on the data, or of `get_parameter`.
+                # For example for a GRU, control flow that depends on the data, or `get_parameter`.
                 self._batched = False
         return torch.stack(
             [self._pull_one(at(x, slice(n, n + 1)), c) for n, c in enumerate(cotangents)]
@@ -92,7 +93,7 @@ class Func:
 
     def _pull_one(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """Return the rows [Q, D] of one example for its cotangents [Q, O], one after another."""
-        # Of all, as a reentrant checkpoint has no gradients where its inputs have none.
+        # Take gradients of all, because a reentrant checkpoint needs inputs with gradients.
         every = {
             name: p.detach().requires_grad_(p.is_floating_point())
             for name, p in self._module.named_parameters()
@@ -120,13 +121,13 @@ class Func:
 
 
 class BackPack:
-    """The `backpack` backend: gradients of single examples, one backward pass for each cotangent,
-    and an exact GGN diagonal.
+    """Compute Jacobians with the `backpack` backend: gradients of single examples, one backward
+    pass for each cotangent, and an exact GGN diagonal.
 
     Args:
         module: A module of layers that BackPACK supports, or a (residual) network that its
-            converter can take apart.
-        layout: The parameters with respect to which derivatives are taken.
+            converter supports.
+        layout: The parameters of the derivatives.
     """
 
     name = "backpack"
@@ -134,20 +135,20 @@ class BackPack:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         import backpack
 
-        self._layout, module = layout, duplicate(module)  # BackPACK adds hooks that stay
+        self._layout, module = layout, duplicate(module)  # BackPACK adds permanent hooks
         self._parameters = [module.get_parameter(name) for name in layout.names]
         for p in module.parameters():
-            # BackPACK cannot skip frozen layers; results for other parameters are not used.
+            # BackPACK cannot skip frozen layers; results for other parameters are ignored.
             p.requires_grad_(True)
         for layer in module.modules():
-            # BackPACK reads the inputs of a layer, which must not be overwritten.
+            # BackPACK reads the inputs of a layer, so they must not be overwritten.
             if getattr(layer, "inplace", False):
-                layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
+                layer.inplace = False  # type: ignore[assignment]  # not declared by all modules
         self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Func`: the outputs of all layers, for
+        """Return the number of floats for one example, see `Func`: the outputs of all layers, for
         each output.
         """
         passed: list[int] = []
@@ -184,7 +185,7 @@ class BackPack:
     def _backward(
         self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int
     ) -> Tensor:
-        """Run a backward pass with `extension` and return what it writes on the parameters, as
+        """Run a backward pass with `extension` and return its results on the parameters, as
         [..., D] with `lead` leading axes.
         """
         import backpack
@@ -200,8 +201,8 @@ class BackPack:
 
     @torch.enable_grad()
     def diagonal(self, x: Tensor, likelihood: Likelihood) -> Tensor | None:
-        """Compute the diagonal of the GGN [D] by BackPACK's own extension; return None for a
-        likelihood that it has no loss for.
+        """Compute the diagonal of the GGN [D] with BackPACK's own extension; return None if it has
+        no loss for the likelihood.
         """
         import backpack
         from backpack.extensions import DiagGGNExact
@@ -236,8 +237,8 @@ def _prepared(module: nn.Module) -> nn.Module:
 
 
 def backpack_unsupported(module: nn.Module) -> list[str]:
-    """Name the modules for which BackPACK lacks an exact GGN diagonal or single gradients, or would
-    give wrong ones without an error.
+    """Return the names of modules for which BackPACK has no exact GGN diagonal or single gradients,
+    or would give wrong ones without an error.
     """
     try:
         from backpack.extensions import BatchGrad, DiagGGNExact
@@ -258,19 +259,20 @@ def backpack_unsupported(module: nn.Module) -> list[str]:
 
 
 Backend: TypeAlias = layers.Layers | Func | BackPack
-"""What linearises a model at its parameters; inputs `x` are one tensor, and for `func` any."""
+"""Objects that linearise a model at its parameters; inputs `x` are one tensor, and for `func` any.
+"""
 
 
 @declared
 def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
-    """Return the backend of that name for a module, which is read and not changed.
+    """Return the backend of that name for a module, which is not changed.
 
-    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU
-    `backpack` where BackPACK supports every layer. BackPACK may miss operations in a `forward` that
+    `auto` selects `layers` if every layer has a closed form; otherwise `func`, or on a GPU
+    `backpack` if BackPACK supports every layer. BackPACK may miss operations in a `forward` that
     are not layers: compare it with `func` before use, as `Curvature` does.
 
     Raises:
-        ValueError: The backend of that name does not support the model.
+        ValueError: The selected backend does not support the model.
     """
     missing: list[str] = []
     if backend in ("auto", "layers"):
@@ -282,7 +284,7 @@ def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
         if not missing:
             try:
                 return BackPack(module, layout)
-            except Exception as error:  # which its converter raises on an unknown `forward`
+            except Exception as error:  # its converter raises it for an unknown `forward`
                 missing = [f"this {type(module).__name__} ({error_in_words(error)})"]
     if backend in ("layers", "backpack"):
         raise refusal(backend, ", ".join(missing))

@@ -1,13 +1,13 @@
 """Data in batches, and the memory that is available for them.
 
 Data are one batch, or an iterable of batches. One batch is a tensor, or a mapping with the inputs
-as its 'x', as clients' data are. In an iterable, a batch may also be a tuple or a list that begins
-with the inputs, as a DataLoader gives. In a batch, inputs are a tensor, with which a model is
-called as `model(x)`; a tuple or a list, `model(*x)`; or a mapping, `model(**x)`.
+as 'x', such as clients' data. In an iterable, a batch may also be a tuple or a list that starts
+with the inputs, as from a DataLoader. In a batch, inputs are a tensor, for `model(x)`; a tuple or a
+list, for `model(*x)`; or a mapping, for `model(**x)`.
 
-So a whole data set of several inputs is `{"x": (tokens, mask)}` or
-`{"x": {"tokens": tokens, "mask": mask}}`, while `(x_1, x_2)` are two batches, as `x.split(100)`
-makes them.
+A whole data set with several inputs is therefore `{"x": (tokens, mask)}` or
+`{"x": {"tokens": tokens, "mask": mask}}`, while `(x_1, x_2)` are two batches, as from
+`x.split(100)`.
 """
 
 import os
@@ -34,7 +34,7 @@ from bayesfl.base.inputs import Inputs, count, each
 
 Data: TypeAlias = Tensor | Mapping[str, Any] | Iterable[Any]
 """Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples
-that begin with inputs.
+that start with inputs.
 """
 
 
@@ -42,7 +42,7 @@ def batches(x: Data, like: Tensor) -> Iterator[Any]:
     """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:
-        TypeError: The inputs of a batch hold something else than tensors.
+        TypeError: The inputs of a batch contain something other than tensors.
         ValueError: Tensors of one batch have different numbers of rows.
     """
     for batch in [x] if one_batch(x) else every_row(x):
@@ -54,19 +54,19 @@ def batches(x: Data, like: Tensor) -> Iterator[Any]:
 def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield the batches' inputs with their labels or targets, on the device of `like`.
 
-    Labels travel with their rows: batches are tuples (x, y), as a DataLoader gives, or mappings
-    with "x" and "y"; `y` [N] goes with one tensor of inputs, or with one mapping without "y". A
-    DataLoader that shuffles has another order whenever it is read; see `every_row`.
+    Labels come with their rows: batches are tuples (x, y), as from a DataLoader, or mappings with
+    "x" and "y"; `y` [N] belongs to one tensor of inputs, or to one mapping without "y". A shuffling
+    DataLoader has another order in every pass; see `every_row`.
 
     Raises:
-        ValueError: `y` is given beside batches, or a batch has no labels.
+        ValueError: `y` is given in addition to batches, or a batch has no labels.
     """
     one = one_batch(x)
     own = y is None
     if not own and (not one or (isinstance(x, Mapping) and "y" in x)):
         raise ValueError(
-            f"y is given beside x, a {type(x).__name__}, which is read as batches (x, y) with "
-            "labels of their own: leave it out, or pass x as one tensor, as torch.as_tensor(x)"
+            f"y is given with x, a {type(x).__name__}, which is read as batches (x, y) with "
+            "their own labels: leave it out, or pass x as one tensor, as torch.as_tensor(x)"
         )
     for batch in [x] if one else every_row(x):
         labels = y
@@ -78,16 +78,16 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
 
 
 def _placed(t: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`, with which gradients can be taken."""
+    """Return a tensor on the device of `like` that supports gradients."""
     return t.to(like.device).clone() if t.is_inference() else t.to(like.device)
 
 
 def every_row(x: Iterable[Any]) -> Iterable[Any]:
-    """Return batches that have all rows, also those that a DataLoader with `drop_last=True` leaves
-    out: a posterior is that of the whole data set.
+    """Return batches with all rows, including those that a DataLoader with `drop_last=True` omits,
+    because a posterior is for the whole data set.
 
     Raises:
-        ValueError: The loader reads other rows in every pass, as by a WeightedRandomSampler.
+        ValueError: The loader reads other rows in every pass, as with a WeightedRandomSampler.
     """
     if not isinstance(x, DataLoader):
         return x
@@ -96,7 +96,7 @@ def every_row(x: Iterable[Any]) -> Iterable[Any]:
     if getattr(order, "drop_last", False) and not isinstance(order, DistributedSampler):
         x, order = copy(x), copy(order)
         order.drop_last = False
-        # A DataLoader refuses to set these by name; its workers stay with the one that was given.
+        # A DataLoader does not allow setting these by name; its workers stay with the original.
         vars(x).update({"drop_last": False, kind: order, "_iterator": None})
     own = getattr(order, "sampler", order)
     plain = (
@@ -107,8 +107,8 @@ def every_row(x: Iterable[Any]) -> Iterable[Any]:
     )
     if not (plain or isinstance(x.dataset, IterableDataset)) and _rows(order) != _rows(order):
         raise ValueError(
-            f"the loader's {type(own).__name__} reads other rows in every pass, so that it is not "
-            "known which rows the posterior is of: pass a loader without it, as "
+            f"the loader's {type(own).__name__} reads other rows in every pass, so it is unknown "
+            "for which rows the posterior is: pass a loader without it, as "
             "DataLoader(dataset, batch_size=100, shuffle=True)"
         )
     return x
@@ -144,7 +144,7 @@ def of_batch(batch: Any) -> Inputs:
 
 
 def _tensors(x: Any) -> Inputs:
-    """Return inputs as tuples and dicts of tensors; a DataLoader makes lists of tuples."""
+    """Return inputs as tuples and dicts of tensors; a DataLoader converts tuples to lists."""
     if isinstance(x, Mapping):
         return {key: _tensors(part) for key, part in x.items()}
     return tuple(map(_tensors, x)) if isinstance(x, tuple | list) else x
@@ -159,7 +159,7 @@ def available_memory(like: Tensor) -> int:
 
 @lru_cache(maxsize=1)
 def _free(second: int) -> int:
-    """Return the bytes of free memory of the machine, which are read once a second."""
+    """Return the bytes of free memory of the machine, updated once a second."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(
@@ -177,7 +177,7 @@ def require(needed: int, limit: int, what: str, remedy: str) -> None:
     """Check that `needed` bytes are within `limit`.
 
     Raises:
-        MemoryError: `needed` exceeds `limit`; raised before any memory is taken.
+        MemoryError: `needed` exceeds `limit`; raised before memory is allocated.
     """
     if needed > limit:
         raise MemoryError(f"{what} needs {needed:,} bytes and {limit:,} may be used; {remedy}")

@@ -1,5 +1,4 @@
-"""The covariance of a Laplace approximation in a form that predicts without the data it was fitted
-to.
+"""The covariance of a Laplace approximation in a form that predicts without the training data.
 
 With G the prior variances, A the rows of all data over the curved weights and M = L L' as in
 `bayesfl.curvature.dual`,
@@ -7,10 +6,10 @@ With G the prior variances, A the rows of all data over the curved weights and M
     primal   H^-1 = G^(1/2) M^-1 G^(1/2)  = R R',        R = G^(1/2) L^-T   [P, P]
     dual     H^-1 = G - G A' M^-1 A G     = G - R R',    R = G A' L^-T      [P, N (O - 1)]
 
-so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone. In the dual
-form each column of this R stands for an example, whose inputs could be read off; so R is turned to
-the eigenvectors of R R'. What is left is the posterior's covariance itself. That is no protection:
-where a unit answers to a single example, that example can be computed from it.
+so that J H^-1 J' for rows J at new inputs needs only J R and the prior's part J G J'. In the dual
+form each column of this R stands for an example, whose inputs could be read off; so R is rotated to
+the eigenvectors of R R', which leaves only the posterior's covariance. That is no protection: if a
+unit responds to a single example, that example can be computed from it.
 """
 
 from dataclasses import dataclass
@@ -27,15 +26,15 @@ from bayesfl.curvature.jacobians import Rows
 
 @dataclass(frozen=True, eq=False)
 class Covariance:
-    """The posterior covariance of P selected weights, without the data: diag(variance) + sign R R'
-    on the curved weights.
+    """Hold the posterior covariance of P selected weights, without the data: diag(variance) + sign
+    R R' on the curved weights.
 
     Args:
         curvature: Curvature of the model, at the weights of the fit.
         variance: Diagonal part, [P].
         root: Factor R over the K curved weights, [K, R].
-        sign: 1 where R R' is the covariance of the curved weights, whose `variance` is then 0; -1
-            where it is what the data took away.
+        sign: 1 if R R' is the covariance of the curved weights, whose `variance` is then 0; -1 if
+            it is the reduction by the data.
         curved: Which of the selected weights R covers, [P] bool.
         indices: Indices of the selected weights, [P]; None means all weights.
     """
@@ -53,10 +52,10 @@ class Covariance:
 
         Args:
             inverse: The inverse.
-            limit: Bytes that R may take.
+            limit: Maximum number of bytes of R.
 
         Raises:
-            MemoryError: R takes more bytes than `limit`; the message says how many.
+            MemoryError: R exceeds `limit`; the message has its size.
         """
         curved, order = int(inverse.curved.sum()), inverse.order
         needed = 8 * curved * order
@@ -114,7 +113,7 @@ class Covariance:
 
 
 def _of_covariance(root: Tensor) -> Tensor:
-    """Return the root of R R' along its eigenvectors, which reveals no more than R R' itself; the
+    """Return the root of R R' along its eigenvectors, which reveals nothing beyond R R'; the
     columns of R [P, K] stand for examples.
     """
     values, vectors = torch.linalg.eigh(root.T @ root)

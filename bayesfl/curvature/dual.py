@@ -28,37 +28,37 @@ from bayesfl.curvature.jacobians import Rows
 DualForm = Literal["auto", "primal", "dual"]
 
 NO_CURVATURE = 1e-12
-"""A weight has no curvature where its GGN entry times its prior variance is below this. With e the
-sum of these products over the weights left out, no weight's posterior variance changes by more than
-e, relatively, and no output's by more than about sqrt(e)."""
+"""A weight has no curvature if its GGN entry times its prior variance is below this value. Let e be
+the sum of these products over the weights left out: no weight's posterior variance changes by more
+than e, relatively, and no output's by more than about sqrt(e)."""
 
 ONE = torch.ones((), dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The posterior covariance of P selected weights, all others held fixed, as a Cholesky factor;
+    """Hold the posterior covariance of P selected weights, all others fixed, as a Cholesky factor;
     made by `invert`.
 
     It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the
     selected weights.
 
     Args:
-        curvature: The curvature that it was made with.
-        form: `primal` or `dual`: which Cholesky factor is held.
-        reason: Why this form was chosen, as text.
+        curvature: The curvature from which it was computed.
+        form: The Cholesky factor that is stored, `primal` or `dual`.
+        reason: Why this form was selected, as text.
         indices: Indices of the P selected weights, in the order of every vector here, [P]; None
             means all weights, and P = D.
         variance: Prior variances 1 / precision, [P].
-        uncurved: Number of the weights that have no curvature.
-        curved: Which weights enter the factor, [P] bool; the others have no curvature and keep
+        uncurved: Number of weights without curvature.
+        curved: Which weights are in the factor, [P] bool; the others have no curvature and keep
             their prior variance. In the dual form of all weights, where they cost nothing, none is
             left out.
         chol: Lower Cholesky factor of M, [K, K], or of each of several, [G, K, K].
         data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows
-            are not zero; else empty.
-        rows: In the dual form the rows of these examples over the curved weights; else None.
-        scale: Factor of the prior variances; of several covariances at once, which can only
+            are not zero; otherwise empty.
+        rows: In the dual form the rows of these examples over the curved weights; otherwise None.
+        scale: Factor of the prior variances; for several covariances at once, which can only
             predict, one for each, [G].
 
     Example:
@@ -114,7 +114,7 @@ class Inverse:
         if self.rows is None:
             out[self.curved] = prior * torch.cholesky_inverse(self.chol).diagonal()
             return out
-        # The variance is a difference, in which rounding could leave 0 or less for well-determined
+        # The variance is a difference, which rounding could make 0 or negative for well-determined
         # weights; it is kept positive.
         out[self.curved] = prior * (1 - prior * self.rows.solved(self.chol)).clamp_min(
             torch.finfo(torch.float64).eps
@@ -122,8 +122,8 @@ class Inverse:
         return out
 
     def ggn(self) -> Tensor:
-        """Compute the GGN of the selected weights, [P, P]: of the primal form the factor's, to some
-        1e-15 of the precision, and 0 for weights that have no curvature.
+        """Compute the GGN of the selected weights, [P, P]; in the primal form from the factor, to
+        about 1e-15 of the precision, and 0 for weights without curvature.
         """
         if self.rows is None:
             scale = self.variance[self.curved].sqrt()
@@ -140,7 +140,7 @@ class Inverse:
 
     @property
     def noise_size(self) -> int:
-        """Return how many standard normals one draw takes."""
+        """Return the number of standard normals for one draw."""
         return self.size + (self.order if self.form == "dual" else 0)
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -168,14 +168,14 @@ class Inverse:
 
     def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S'
-        [N, O, O], or [G, N, O, O] of several, without noise of the data.
+        [N, O, O], or [G, N, O, O] for several, without noise of the data.
 
         In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
 
         Args:
             x: Inputs [N, ...], or batches of them.
             centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for
-                classes, where adding a constant to all logits changes no probability.
+                classes, for which adding a constant to all logits changes no probability.
         """
         formed = self.form == "primal" or (self.indices is not None and self.backend != "layers")
         extra = 3 * self.order * self.scale.numel() + (self.size if formed else 0)
@@ -200,9 +200,7 @@ class Inverse:
         return rows.within(known) * scale + (half @ half.mT) * sides
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore` needs in addition to the model, to be saved
-        or moved.
-        """
+        """Return all tensors that `restore` needs besides the model, for saving or moving."""
         out = {
             "variance": self.variance,
             "uncurved": torch.tensor(self.uncurved),
@@ -215,8 +213,8 @@ class Inverse:
 
 
 def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
-    """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal to
-    rounding, as rows are computed anew.
+    """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal up
+    to rounding, because rows are computed again.
     """
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     x = unnamed(tensors)
@@ -237,7 +235,7 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
         curved=curved,
         chol=tensors["chol"]
         .mT.contiguous()
-        .mT,  # column-major, as it was factored: the rounding of solves depends on the layout
+        .mT,  # column-major, as after factorisation: rounding of solves depends on the layout
         data=data,
         rows=rows,
     )
@@ -259,25 +257,25 @@ def invert(
     curvature plus prior precision.
 
     It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts
-    to the selected weights. It is held by a Cholesky factor, by default of order min(curved
+    to the selected weights. It is stored as a Cholesky factor, by default of order min(curved
     weights, rows).
 
     Args:
         curvature: Curvature of the model.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision, one number or one for each of the D weights.
-        indices: Indices of the P selected weights, [P]; by default all weights, which is feasible
-            for large networks in the dual form only.
+        indices: Indices of the P selected weights, [P]; by default all weights, which for large
+            networks is feasible only in the dual form.
         form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
-        diagonal: Diagonal of the GGN [D], if it is already known, with the same `weight`.
-        weight: Factor of each example's curvature, [N]; None for 1.
-        scale: Factors of the prior variances, at most 1, for as many covariances at once, [G];
-            one without a Cholesky factor is NaN.
+        diagonal: Diagonal of the GGN [D], if already known, with the same `weight`.
+        weight: Weight of each example's curvature, [N]; None for 1.
+        scale: Factors of the prior variances, at most 1, for several covariances at once, [G]; a
+            covariance without a Cholesky factor is NaN.
 
     Raises:
         ValueError: `precision` is not positive and finite; `indices` or `weight` is not valid; the
             curvature is not finite; or there are no data.
-        MemoryError: The factor needs more bytes than may be used; the message says how many.
+        MemoryError: The factor exceeds the available memory; the message has its size.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
 
     Example:
@@ -313,8 +311,8 @@ def invert(
         rows, data, order = _stacked(
             curvature, x, weight, indices, variance, inside, weights if form == "auto" else None
         )
-    # no example has curvature, or every example's rows count as none, though their sum does not
-    # quite
+    # no example has curvature, or every example's rows count as zero although their sum is not
+    # exactly zero
     if not order:
         rows, data, weights, curved = None, {}, 0, torch.zeros_like(curved)
     if rows is None:
@@ -347,7 +345,7 @@ def invert(
 
 
 def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
-    """Compute the inverse of a GGN that is known, as a sum over several data sets, plus
+    """Compute the inverse of a known GGN, such as a sum over several data sets, plus
     diag(precision), in the primal form.
 
     Args:
@@ -357,7 +355,7 @@ def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
 
     Raises:
         ValueError: An entry of `precision` is not positive and finite.
-        MemoryError: The factor needs more bytes than may be used.
+        MemoryError: The factor exceeds the available memory.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
     """
     check_prior_precision(precision)
@@ -371,7 +369,7 @@ def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
     return Inverse(
         curvature=curvature,
         form="primal",
-        reason="a GGN that is known",
+        reason="a known GGN",
         indices=None,
         variance=variance,
         uncurved=len(variance) - weights,
@@ -383,8 +381,8 @@ def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
 
 
 def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> Inverse:
-    """Compute the inverse of the diagonal of H alone: its variances are held like a prior's, and no
-    weight is curved.
+    """Compute the inverse of only the diagonal of H: its variances are stored like a prior's, and
+    no weight is curved.
 
     Args:
         curvature: Curvature of the model.
@@ -410,8 +408,8 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
 
 
 def check_prior_precision(precision: Tensor) -> None:
-    """Check that every prior precision [D] is positive and finite, and far enough from overflow, as
-    its inverse is.
+    """Check that every prior precision [D] is positive and finite, and that its inverse does not
+    overflow.
 
     Raises:
         ValueError: An entry lies outside 1e-30 to 1e30.
@@ -425,7 +423,7 @@ def check_prior_precision(precision: Tensor) -> None:
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
-    """Return the rows over those of the weights `indices` that are curved."""
+    """Return the rows over the curved ones of the weights `indices`."""
     if curved.all():
         return rows if indices is None else rows.restrict(indices)
     chosen = curved.nonzero().squeeze(1)
@@ -442,7 +440,7 @@ def _stacked(
     limit: int | None,
 ) -> tuple[Rows | None, dict[str, Any], int]:
     """Return A, the rows of all data over the curved weights, without examples whose rows are zero;
-    None if they are `limit` or more.
+    None if there are at least `limit` rows.
     """
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
@@ -464,18 +462,18 @@ def _stacked(
 
 
 def _require(curvature: Curvature, order: int, form: str) -> None:
-    """Check that there is memory for M, its factor, and a copy."""
+    """Check that there is memory for M, its factor and a copy."""
     require(
         3 * 8 * order**2,
         curvature.memory,
         f"the {form} form, of order {order},",
-        "take a smaller subnetwork or fewer examples, or keep to the diagonal",
+        "use a smaller subnetwork, fewer examples, or the diagonal",
     )
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Compute the lower Cholesky factors of symmetric matrices [..., K, K], with a little jitter
-    where one fails without; of several matrices NaN for those that fail even so.
+    """Compute the lower Cholesky factors of symmetric matrices [..., K, K], with a small jitter if
+    one fails without it; for several matrices, NaN for those that fail nevertheless.
 
     Raises:
         torch.linalg.LinAlgError: The factorisation of one matrix fails even with a jitter of 1e-6

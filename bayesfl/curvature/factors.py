@@ -4,8 +4,8 @@ back to its outputs.
 For a linear layer the row of example n and cotangent q is an outer product: the derivative by
 weight (h, i) is g[n, q, h] x[n, i]. For a layer used at T places (a convolution at every patch) it
 is a sum over places. Every quantity below is computed from x and g; the [N, Q, D] matrix that they
-represent is never formed. `slots` has the weights' positions in the flat vector, -1 for weights
-left out.
+represent is never formed. `slots` has the weights' positions in the flat vector, -1 for omitted
+weights.
 """
 
 from abc import ABC, abstractmethod
@@ -18,26 +18,26 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**26
-"""Bytes that a temporary array of the loops below may take."""
+"""Maximum number of bytes of a temporary array in the loops below."""
 MOST_COLUMNS = 512  # columns solved for at once
 UNIT = 50
 """Cost of `quadratic_into` for each unit of a linear layer, in columns solved for; measured on one
-core with a factor of order 2,250. The matrix is read once for each unit, whether one weight of the
-unit is left or all of them."""
+core with a factor of order 2,250. The matrix is read once for each unit, however many of the unit's
+weights are kept."""
 
 
 def _size(per_item: int) -> int:
-    """Return how many items of this number of float64 numbers each fit a block."""
+    """Return the number of items, with this number of float64 numbers each, that fit a block."""
     return max(1, BLOCK // (8 * max(1, per_item)))
 
 
 class Factor(ABC):
-    """The part of the rows that belongs to one layer. The base class forms columns in pieces;
-    `Outer` does not.
+    """Represent the part of the rows that belongs to one layer. This base class forms columns in
+    pieces; `Outer` does not.
     """
 
     slots: Tensor
-    own: ClassVar[tuple[str, ...]]  # names of the tensors by example, the last by cotangent, too
+    own: ClassVar[tuple[str, ...]]  # tensors with an axis of examples; the last has cotangents too
 
     @abstractmethod
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -48,17 +48,17 @@ class Factor(ABC):
     @abstractmethod
     def restrict(self, lookup: Tensor) -> "Factor | None":
         """Return the factor for the weights with lookup[slot] >= 0, which become their slots; None
-        where there are none.
+        if there are none.
         """
 
     def take(self, examples: Tensor) -> "Factor":
-        """Return the factor of the examples with these indices, or under this mask."""
+        """Return the factor for the examples with these indices, or under this mask."""
         return replace(
             cast(Any, self), **{name: getattr(self, name)[examples] for name in self.own}
         )
 
     def join(self, others: "list[Factor]") -> "Factor":
-        """Return one factor of this one's examples and those of the others."""
+        """Return one factor for this one's examples and those of the others."""
         parts = {name: [getattr(f, name) for f in (self, *others)] for name in self.own}
         return replace(cast(Any, self), **{name: torch.cat(each) for name, each in parts.items()})
 
@@ -79,7 +79,7 @@ class Factor(ABC):
 
     @property
     def columns(self) -> int:
-        """Return the number of weights that are not left out."""
+        """Return the number of weights that are kept."""
         return int((self.slots >= 0).sum())
 
     @property
@@ -148,7 +148,7 @@ class Factor(ABC):
 
 
 def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slots [K] and columns [N, Q, K] without the weights that are left out."""
+    """Return slots [K] and columns [N, Q, K] without the omitted weights."""
     chosen = (slots >= 0).nonzero().squeeze(1)
     return (
         (slots, values)
@@ -159,7 +159,7 @@ def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class Matrix(Factor):
-    """A factor whose columns are held as they are.
+    """Store columns directly.
 
     Args:
         values: Columns, [N, Q, K].
@@ -192,8 +192,8 @@ def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
 
 @dataclass(eq=False)
 class Shared(Factor):
-    """A factor of a layer whose weights are used at T places: a convolution, or a linear layer
-    along further axes.
+    """Represent a layer whose weights are used at T places: a convolution, or a linear layer along
+    further axes.
 
     Args:
         inputs: Inputs that the weights multiply, [N, T, I], with ones for the bias.
@@ -222,8 +222,8 @@ class Shared(Factor):
             )
 
     def formed(self) -> Factor:
-        """Return the columns themselves if they are fewer numbers than the slopes, whatever the
-        number of examples.
+        """Return the columns directly if they need fewer numbers than the slopes, for any number of
+        examples.
         """
         if int((self.slots >= 0).sum()) > self.slopes.shape[2] * self.slopes.shape[3]:
             return self
@@ -240,13 +240,13 @@ class Shared(Factor):
 
 @dataclass(eq=False)
 class Outer(Factor):
-    """A factor of a linear layer, whose rows are outer products.
+    """Represent a linear layer, whose rows are outer products.
 
     Args:
         inputs: Inputs that the weights multiply, [N, I], with ones for the bias.
         slopes: Cotangents pulled back to the layer's outputs, [N, Q, H].
         slots: Positions of the weights, [H, I].
-        full: Whether it is known that no weight is left out.
+        full: Whether no weight is omitted.
     """
 
     inputs: Tensor
@@ -290,14 +290,14 @@ class Outer(Factor):
         )
 
     def _grid(self, weight: Tensor) -> Tensor:
-        """Return `weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
+        """Return `weight` [size, ...] as [H, I, ...], 0 for omitted weights."""
         if self.full:
             return weight[self.slots]
         kept = (self.slots >= 0).view(*self.slots.shape, *(1,) * (weight.dim() - 1))
         return torch.where(kept, weight[self.slots.clamp_min(0)], 0.0)
 
     def _write(self, grid: Tensor, out: Tensor) -> None:
-        """Write `grid` [H, I, ...] to its places in `out` [size, ...], the reverse of `_grid`."""
+        """Write `grid` [H, I, ...] to its places in `out` [size, ...]; the inverse of `_grid`."""
         slots, values = self.slots.flatten(), grid.flatten(0, 1).to(out)
         if not self.full:
             chosen = (slots >= 0).nonzero().squeeze(1)
@@ -339,7 +339,7 @@ class Outer(Factor):
         m >= n if `other` is this factor.
         """
         kernel = grid.new_empty(len(units), self.examples, other.examples)
-        # Rows are gathered faster than columns.
+        # Gathering rows is faster than gathering columns.
         mine, theirs = (self._x.T.contiguous(), other._x.T.contiguous())
         for k, h in enumerate(units.tolist()):
             used = grid[h].nonzero().squeeze(1)

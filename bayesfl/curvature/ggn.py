@@ -48,12 +48,12 @@ from bayesfl.models.weights import bound, refuse_unseen
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of data at which a network was linearised; those of `Curvature.held` stand for all
-    data.
+    """Hold a piece of data and the network's linearisation there; a piece from `Curvature.held`
+    represents all data.
 
     Args:
         x: Inputs [N, ...].
-        weight: How many times each example counts, [N]; None for once.
+        weight: Weight of each example, [N]; None for 1.
         outputs: The network's outputs, [N, O] in float64.
         rows: The rows R' J with R R' = weight Lambda.
     """
@@ -66,33 +66,32 @@ class Piece:
 
 @in_own_modes
 class Curvature:
-    """The curvature of a model at its present weights, held by a copy: `model` is not changed, and
-    its later training has no effect here.
+    """Compute the curvature of a model at its present weights, from a copy: `model` is not changed,
+    and its later training has no effect here.
 
     Data are inputs [N, ...], a mapping with them as `x`, or an iterable of batches (these, tuples
-    that begin with inputs, a DataLoader's items), and are processed in pieces; several inputs, a
-    tuple or a mapping, are `{"x": inputs}`, see `bayesfl.curvature.batches`. Indices point into the
+    that start with inputs, a DataLoader's items), and are processed in pieces; several inputs, a
+    tuple or a mapping, are `{"x": inputs}`, see `bayesfl.curvature.batches`. Indices refer to the
     flat vector of the covered parameters, in the order of `named_parameters()`. Results are in
     float64; Jacobians and cotangents pulled back through the network have the model's precision.
 
     Args:
         model: Any module from inputs [N, ...], one tensor or several of any dtype, to outputs [N,
-            O]. Its modes are kept: call `eval()` first where they matter.
+            O]. Its modes are kept: call `eval()` first if they matter.
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are covered: a layout, or a pattern over their names, such as
-            `body.*`.
+        pattern: The covered parameters: a layout, or a pattern over their names, such as `body.*`.
         backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; the attribute
-            `backend` says which is used. BackPACK is compared with `func` on the first two
-            examples; where they differ, `auto` takes `func`, as for inputs that are no single
-            tensor.
-        memory: Bytes that one result may take; by default all free memory of the device at the
-            time.
+            `backend` has the one in use. BackPACK is compared with `func` on the first two
+            examples; if they differ, `auto` selects `func`, as it does for inputs that are not a
+            single tensor.
+        memory: Maximum number of bytes of one result; by default all free memory of the device at
+            the time.
 
     Raises:
         TypeError: `pattern` is neither text nor a layout.
-        ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or
-            dropout is in training mode, or batch norm tracks no statistics; or the likelihood is a
-            training loss alone.
+        ValueError: No parameter matches `pattern`; the backend does not support a layer; batch norm
+            or dropout is in training mode, or batch norm tracks no statistics; or the likelihood is
+            only a training loss.
 
     Example:
         >>> x, model = torch.tensor([[1.0], [2.0]]), nn.Linear(1, 1, bias=False)
@@ -114,8 +113,8 @@ class Curvature:
         self.likelihood = Categorical() if likelihood is None else likelihood
         if not getattr(self.likelihood, "plain", True):
             raise ValueError(
-                f"{self.likelihood} is a training loss and no distribution, and has no curvature "
-                f"here; take {type(self.likelihood).__name__}()"
+                f"{self.likelihood} is a training loss, not a distribution, and has no curvature "
+                f"here; use {type(self.likelihood).__name__}()"
             )
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
@@ -137,12 +136,12 @@ class Curvature:
 
     @property
     def backend(self) -> str:
-        """Return the name of the backend that is used."""
+        """Return the name of the backend in use."""
         return self.engine.name
 
     @property
     def weights(self) -> Tensor:
-        """Return the weights that are covered, [D] in float64."""
+        """Return the covered weights, [D] in float64."""
         return self.layout.ravel(dict(self.module.named_parameters())).detach().double()
 
     @property
@@ -152,12 +151,12 @@ class Curvature:
 
     @property
     def memory(self) -> int:
-        """Return the bytes that a result may take now."""
+        """Return the maximum number of bytes of a result now."""
         return available_memory(self._like) if self._memory is None else self._memory
 
     def diagonal(self, x: Data | Piece, *, weight: Tensor | None = None) -> Tensor:
-        """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts
-        `weight` [N] times; once where None.
+        """Compute the diagonal of the GGN, [D], a sum over the data with weights `weight` [N] of
+        the examples; None for 1.
 
         Raises:
             ValueError: There are no data, `weight` is not a finite number >= 0 for each example, or
@@ -177,8 +176,8 @@ class Curvature:
         return total
 
     def _of_last(self, inputs: Tensor, outputs: Tensor, weight: Tensor | None) -> Tensor:
-        """Compute the diagonal [D] of the `last_layer`'s weights (h, i), sum_n Lambda_n[h, h]
-        x_n[i]^2, without a cotangent.
+        """Compute the diagonal [D] for the `last_layer`'s weights (h, i), sum_n Lambda_n[h, h]
+        x_n[i]^2, without cotangents.
         """
         curved = variances(self.likelihood, outputs)
         curved = curved if weight is None else curved * weight[:, None]
@@ -193,7 +192,7 @@ class Curvature:
 
         Raises:
             ValueError: An index is out of range or given twice.
-            MemoryError: The result needs more bytes than may be used.
+            MemoryError: The result exceeds the available memory.
         """
         indices = self.check_indices(indices)
         parts = []
@@ -213,11 +212,11 @@ class Curvature:
         self, x: Data | Piece, indices: Tensor | None = None, *, weight: Tensor | None = None
     ) -> Tensor:
         """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default
-        for all weights. Example i counts `weight` [N] times; once where None.
+        for all weights. `weight` [N] has the weights of the examples; None for 1.
 
         Raises:
             ValueError: An index is out of range or given twice, or the curvature is not finite.
-            MemoryError: The result needs more bytes than may be used.
+            MemoryError: The result exceeds the available memory.
         """
         indices = (
             torch.arange(self.size, device=self.device)
@@ -229,7 +228,7 @@ class Curvature:
             8 * count**2,
             self.memory,
             f"a GGN of {count} weights",
-            "take a smaller subnetwork, or the dual form of `invert`",
+            "use a smaller subnetwork, or the dual form of `invert`",
         )
         out = torch.zeros(count, count, dtype=torch.float64, device=self.device)
         for piece in self.pieces(x, weight, extra=count):
@@ -252,12 +251,12 @@ class Curvature:
         Args:
             x: Inputs [N, ...], or batches of them.
             other: Inputs [N', ...], or batches of them.
-            weight: Factor of each weight's products: one number, or one for each weight, [D].
-            indices: The P selected weights that are summed over, [P]; by default all.
+            weight: Weight of each weight's products: one number, or one for each weight, [D].
+            indices: The P selected weights in the sum, [P]; by default all.
 
         Raises:
             ValueError: An index is out of range or given twice.
-            MemoryError: The result needs more bytes than may be used.
+            MemoryError: The result exceeds the available memory.
         """
         weight = self.vector(weight)
         weight = weight[self.check_indices(indices)] if indices is not None else weight
@@ -283,8 +282,8 @@ class Curvature:
     # Parts used by the other files of this folder
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, Tensor] | None:
-        """Compute inputs [B, I] and outputs [B, O], in float64, of the one covered layer, where it
-        is linear and the network's last; None for other layers.
+        """Compute inputs [B, I] and outputs [B, O], in float64, of the one covered layer if it is
+        linear and the network's last; None for other layers.
 
         The outputs are then linear in the covered weights, and their Jacobian is the inputs alone.
         """
@@ -300,7 +299,7 @@ class Curvature:
         held = {name: p.detach() for name, p in self.module.named_parameters()}
         with hook, torch.enable_grad(), bound(self.module, held, self.layout.names):
             outputs = call(self.module, x)
-        # Inputs that need a gradient depend on the covered weights, which are used before, too.
+        # Inputs that need a gradient depend on the covered weights, which are used earlier, too.
         if (
             len(passed) != 1
             or passed[0][0].requires_grad
@@ -326,12 +325,12 @@ class Curvature:
         return torch.cat(means), torch.cat(covariances, -3)
 
     def held(self, x: Data, weight: Tensor | None = None, *, extra: int = 0) -> Data | Piece:
-        """Return data as linearised at once, where they fit one piece; else as they are."""
+        """Linearise the data once if they fit one piece; otherwise return them unchanged."""
         first = list(islice(self.pieces(x, weight, extra=extra), 2))
         return first[0] if len(first) == 1 else x
 
     def pieces(self, x: Data | Piece, weight: Tensor | None, *, extra: int = 0) -> Iterator[Piece]:
-        """Return the data linearised in pieces, see `weighed`; `held` data as they are."""
+        """Linearise the data in pieces, see `weighed`; yield `held` data unchanged."""
         return (
             iter([x])
             if isinstance(x, Piece)
@@ -358,14 +357,14 @@ class Curvature:
             yield from in_rows(batch, size)
         if seen is None:
             raise ValueError(
-                "there are no data: at least one example is needed, and an iterator is empty once "
+                "there are no data: at least one example is needed, and an iterator is empty after "
                 "it was read; pass a tensor, a list of batches or a DataLoader"
             )
 
     def weighed(
         self, x: Data, weight: Tensor | None, *, extra: int = 0
     ) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """Yield `batches` of the data, each with the factors of its examples, [B]; None where there
+        """Yield `batches` of the data, each with the weights of its examples, [B]; None if there
         are none.
 
         Raises:
@@ -387,13 +386,13 @@ class Curvature:
             )
 
     def prove(self, x: Inputs) -> None:
-        """Check that the backend takes such inputs, and once that BackPACK gives `func`'s diagonal
-        of two; if not, `auto` takes `func`.
+        """Check that the backend supports such inputs, and once that BackPACK's diagonal for two
+        examples equals `func`'s; if not, `auto` selects `func`.
 
         Raises:
-            ValueError: A backend was asked for by name and does not take such inputs; or BackPACK
-                was, and fails or gives another diagonal; or the outputs depend on weights that are
-                no parameters of the model.
+            ValueError: An explicitly selected backend does not support such inputs; or BackPACK was
+                selected, and fails or gives another diagonal; or the outputs depend on weights that
+                are not parameters of the model.
         """
         if not self._seen:
             refuse_unseen(self.module, x)
@@ -412,7 +411,7 @@ class Curvature:
         func = Func(self.module, self.layout)
         two = x[:2]
         self.engine = func
-        want = self.linearise(two)[1].squares()  # outputs that are not finite are refused here
+        want = self.linearise(two)[1].squares()  # raises for outputs that are not finite
         self.engine = backpack
         fault = self._fault(backpack, two, want)
         if fault is not None:
@@ -422,20 +421,20 @@ class Curvature:
         self._proven = True
 
     def _fault(self, backpack: BackPack, x: Tensor, want: Tensor) -> str | None:
-        """Say why BackPACK cannot be used, given `func`'s diagonal [D] for the same inputs; None
-        where it agrees.
+        """Return why BackPACK cannot be used, given `func`'s diagonal [D] for the same inputs; None
+        if it agrees.
         """
         try:
             own = backpack.diagonal(x, self.likelihood)
             fault = self._differs(self.linearise(x)[1].squares().double(), want)
             if fault is None and own is not None:
                 fault = self._differs(own.double(), want)
-        except Exception as error:  # which BackPACK raises on a `forward` that it does not know
+        except Exception as error:  # BackPACK raises it for an unknown `forward`
             return error_in_words(error)
         return fault
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
-        """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in
+        """Return a parameter whose diagonal [D] differs by more than rounding (that of TF32 in
         float32); None if there is none.
         """
         eps = torch.finfo(self._like.dtype).eps
@@ -463,8 +462,8 @@ class Curvature:
         With `weight` [B], R R' is the example's weight times Lambda.
 
         Raises:
-            ValueError: The outputs are not finite, not [B, O], or not as many as the likelihood
-                needs.
+            ValueError: The outputs are not finite, not [B, O], or their number does not fit the
+                likelihood.
         """
 
         def cotangents(f: Tensor) -> Tensor:
@@ -478,8 +477,8 @@ class Curvature:
         return outputs.double(), rows
 
     def root(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
-        """Compute R [B, O, Q] with R R' = weight Lambda at `outputs` [B, O], for a factor [B] of
-        each example; for None it is 1.
+        """Compute R [B, O, Q] with R R' = weight Lambda at `outputs` [B, O], for a weight [B] of
+        each example; None for 1.
         """
         found = root(self.likelihood, outputs)
         return found if weight is None else found * weight.sqrt()[:, None, None]
@@ -531,7 +530,7 @@ class Curvature:
             if part.any()
         )
         raise ValueError(
-            f"the curvature is not finite for {named}; look at the weights and the scale of the "
+            f"the curvature is not finite for {named}; check the weights and the scale of the "
             "inputs"
         )
 
@@ -556,7 +555,7 @@ def _check_values(outputs: Tensor, x: Inputs) -> None:
 
 
 def check_outputs(likelihood: Likelihood, count: int) -> None:
-    """Check that the likelihood can use a model with `count` outputs.
+    """Check that the likelihood supports a model with `count` outputs.
 
     Raises:
         ValueError: The likelihood needs another number of outputs.
@@ -564,13 +563,13 @@ def check_outputs(likelihood: Likelihood, count: int) -> None:
     one = isinstance(likelihood, Bernoulli)
     if isinstance(likelihood, Bernoulli | Categorical) and (count == 1) != one:
         raise ValueError(
-            f"likelihood {type(likelihood).__name__}() takes {'one output' if one else 'several'}, "
+            f"likelihood {type(likelihood).__name__}() needs {'one output' if one else 'several'}, "
             f"the model has {count}: pass likelihood={'Categorical' if one else 'Bernoulli'}()"
         )
 
 
 def _check_modes(model: nn.Module) -> None:
-    """Check that no layer ties examples together or draws.
+    """Check that no layer draws or makes the output for a row depend on the other rows.
 
     Raises:
         ValueError: Batch norm or dropout is in training mode, or batch norm tracks no statistics.
@@ -580,7 +579,7 @@ def _check_modes(model: nn.Module) -> None:
         dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if (norm and module.running_mean is None) or ((norm or dropout) and module.training):
             raise ValueError(
-                f"{type(module).__name__} {name!r} makes outputs depend on chance, or on other "
+                f"{type(module).__name__} {name!r} makes outputs random, or dependent on other "
                 "examples of a batch: call model.eval(), and let batch norm track its statistics "
-                "or take group norm"
+                "or use group norm"
             )

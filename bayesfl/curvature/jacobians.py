@@ -1,8 +1,8 @@
-"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed
-as a whole.
+"""Rows c' J of a Jacobian, one for each example and cotangent, which are used without being formed
+all at once.
 
-`FactorRows` holds them layer by layer (factors.py); `PulledRows` computes them anew, a few examples
-at a time, whenever they are read.
+`FactorRows` stores them layer by layer (factors.py); `PulledRows` computes them again, a few
+examples at a time, whenever they are read.
 """
 
 import functools
@@ -18,11 +18,11 @@ from bayesfl.curvature.factors import BLOCK, Factor, Matrix
 
 
 class FactorRows:
-    """Rows held layer by layer, as a sum over factors: row (n, q) is c[n, q]' J[n], for cotangents
+    """Store rows layer by layer, as a sum over factors: row (n, q) is c[n, q]' J[n], for cotangents
     c [N, Q, O]. Sums are in float64.
 
     Args:
-        factors: One factor for each layer that has any of the weights.
+        factors: One factor for each layer with any of the weights.
         shape: (examples, cotangents, size); weights that no factor covers have zero columns.
         like: A tensor on the rows' device.
     """
@@ -42,7 +42,7 @@ class FactorRows:
         return out
 
     def _added(self, parts: Sequence[Tensor], *shape: int) -> Tensor:
-        """Add up the factors' parts of this shape; zeros where there is no factor."""
+        """Add up the factors' parts of this shape; zeros if there is no factor."""
         return _sum(parts) if parts else self._zeros(*shape)
 
     def restrict(self, indices: Tensor) -> "FactorRows":
@@ -75,7 +75,7 @@ class FactorRows:
         )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
+        """Return the rows themselves, [N, Q, size]; in float64 by default."""
         out = self._zeros(self.examples, self.cotangents, self.size).to(dtype or torch.float64)
         return self._filled(out, lambda factor: factor.columns_into(out))
 
@@ -129,17 +129,17 @@ class FactorRows:
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Add up tensors of one shape, of which there is at least one; the first of them is overwritten
-    by the sum, and returned.
+    """Add up one or more tensors of the same shape; the sum overwrites the first of them and is
+    returned.
     """
     return functools.reduce(operator.iadd, parts)
 
 
 class PulledRows:
-    """Rows over all weights that are pulled back through the network whenever they are read, a few
-    examples at a time, see `FactorRows`.
+    """Compute rows over all weights by pulling back through the network whenever they are read, a
+    few examples at a time, see `FactorRows`.
 
-    Restricted to some of the weights, the rows are formed and kept.
+    If restricted to some of the weights, the rows are formed and stored.
 
     Args:
         pull: (x [B, ...], cotangents [B, Q, O]) -> rows [B, Q, size].

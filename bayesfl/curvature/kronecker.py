@@ -7,16 +7,16 @@ the root of the likelihood's curvature,
     B = sum_nq g_nq g_nq',  A = mean_n x_n x_n',
 
 exact for one example; terms between layers, and between weights and biases, are left out. The bias
-is one more input that is always 1. For a layer used at T places (a convolution) B is summed and A
+is a further input that is always 1. For a layer used at T places (a convolution) B is summed and A
 averaged over the places. With eigenvectors B = U b U', A = V a V' the layer's precision is diagonal
-in the basis U (x) V, where the prior's precision is one number, with b_h a_i + precision.
+in the basis U (x) V if the prior's precision is one number, with entries b_h a_i + precision.
 
 For the network's last layer alone B = sum_n Lambda_n, the likelihood's curvature, is a closed form,
 and J H^-1 J' = U diag(s) U', s_h = sum_i (V'x)_i^2 / (b_h a_i + precision), has the same
 eigenvectors for all inputs (`Spectral`). The factors of other layers come from curvlinops.
 
-The weight of a norm, and its bias, are short vectors, and keep the GGN's own blocks [H, H], sums
-over the data.
+The weight and the bias of a norm are short vectors, and keep the GGN's own blocks [H, H], sums over
+the data.
 
 Sources: Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate
 curvature", ICML 2015; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for
@@ -48,19 +48,19 @@ from bayesfl.likelihoods import Categorical, Gaussian, Poisson
 from bayesfl.models.copies import duplicate
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Layers whose weight and bias scale and shift, each a vector with a block of its own."""
-_OTHERS = "structure 'full', 'subnetwork' or 'diagonal' takes any"
+"""Layers whose weight and bias scale and shift; each is a vector with its own block."""
+_OTHERS = "structure 'full', 'subnetwork' or 'diagonal' supports any"
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """The basis in which one layer's curvature is diagonal.
+    """Hold the basis in which one layer's curvature is diagonal.
 
     Args:
         slots: Positions [H, I] of the layer's weights in the flat vector, the bias as the last
-            input; [H, 1] of a norm's weight, or of its bias.
+            input; [H, 1] for a norm's weight, or for its bias.
         left: Eigenvectors U of B, [H, H].
-        right: Eigenvectors V of A, [I, I]; the bias's input is an eigenvector on its own.
+        right: Eigenvectors V of A, [I, I]; the bias's input is a separate eigenvector.
     """
 
     slots: Tensor
@@ -78,8 +78,8 @@ class Basis:
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """The inverse H^-1 for all covered weights where H is a Kronecker-factored GGN plus
-    diag(precision), made by `invert_factors`.
+    """Hold the inverse H^-1 for all covered weights, where H is a Kronecker-factored GGN plus
+    diag(precision); made by `invert_factors`.
 
     Args:
         curvature: Curvature of the model at its weights.
@@ -87,7 +87,7 @@ class Kronecker:
         eigenvalues: Eigenvalues of the GGN in these bases, b_h a_i at the slot of weight (h, i),
             [D].
         precision: Prior precision, one number within each weight and each bias, [D].
-        uncurved: Number of weights without curvature, by the diagonal of the GGN itself.
+        uncurved: Number of weights without curvature, judged by the diagonal of the GGN itself.
     """
 
     curvature: Curvature
@@ -107,7 +107,7 @@ class Kronecker:
 
     @property
     def backend(self) -> str:
-        """Return the name of the backend that is used for predictions."""
+        """Return the name of the backend for predictions."""
         return self.curvature.backend
 
     @property
@@ -151,7 +151,7 @@ class Kronecker:
 
     @property
     def noise_size(self) -> int:
-        """Return how many standard normals one draw takes."""
+        """Return the number of standard normals for one draw."""
         return self.size
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class Kronecker:
         return mean, covariance.dense() if isinstance(covariance, Spectral) else covariance
 
     def spread(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor | Spectral]:
-        """Compute what `predict` does; the covariance stays unformed where the one layer is the
+        """Compute the same as `predict`; the covariance stays unformed if the one layer is the
         network's last, in O(I O + O^2) operations for each example.
         """
         means, covariances = zip(
@@ -187,7 +187,7 @@ class Kronecker:
         return (mean - mean.mean(1, keepdim=True), found.centred()) if centre else (mean, found)
 
     def _spread(self, x: Inputs, centre: bool) -> tuple[Tensor, Tensor | Spectral]:
-        """Compute `spread` of one batch, a last layer's without `centre`."""
+        """Compute `spread` for one batch, for a last layer without `centre`."""
         last = self.curvature.last_layer(x)
         if last is None:
             extra = 0 if self.backend == "layers" else self.size
@@ -200,7 +200,7 @@ class Kronecker:
 
     def _between(self, rows: Rows) -> Tensor:
         """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
-        if not isinstance(rows, FactorRows):  # pulled back once for all layers
+        if not isinstance(rows, FactorRows):  # pull back once for all layers
             rows = rows.restrict(torch.arange(self.size, device=self.precision.device))
         out = self.precision.new_zeros(rows.examples, rows.cotangents, rows.cotangents)
         every = self._variance
@@ -208,8 +208,8 @@ class Kronecker:
             variance, part = every[basis.slots], rows.restrict(basis.slots.flatten())
             factor = part.factors[0]
             if isinstance(factor, Outer):
-                # An outer product stays one in the new basis: each of its two vectors is
-                # transformed.
+                # An outer product stays an outer product in the new basis: each of its two vectors
+                # is transformed.
                 turned = Outer(
                     factor.inputs.double() @ basis.right,
                     factor.slopes.double() @ basis.left,
@@ -229,8 +229,8 @@ class Kronecker:
         return out
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore_factors` needs in addition to the model, to be saved
-        or moved.
+        """Return all tensors that `restore_factors` needs in addition to the model, for saving or
+        moving.
         """
         out = {
             "eigenvalues": self.eigenvalues,
@@ -264,17 +264,17 @@ def invert_factors(
     """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
-        curvature: Curvature of the model, which must cover whole linear layers and convolutions,
-            and norms.
+        curvature: Curvature of the model, which must cover whole linear layers, convolutions and
+            norms.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision [D], one number within each weight and each bias.
         diagonal: Diagonal of the GGN, [D].
 
     Raises:
-        ValueError: A covered parameter belongs to another kind of layer; a layer is covered in part
+        ValueError: A covered parameter belongs to another type of layer; a layer is covered partly
             or not used exactly once; `precision` is not positive and finite, or not constant within
-            a weight or bias; the inputs are no single tensor; or there are no data.
-        MemoryError: The factors need more bytes than may be used; the message says how many.
+            a weight or bias; the inputs are not a single tensor; or there are no data.
+        MemoryError: The factors exceed the available memory; the message has their size.
     """
     _check_prior(curvature, precision)
     return of_factors(curvature, *factors(curvature, x), precision, diagonal)
@@ -284,12 +284,12 @@ def factors(curvature: Curvature, x: Data) -> tuple[list[tuple[Tensor, Tensor]],
     """Compute the factors of each layer, B [H, H] and A [I, I] *summed* over the data, and the
     number of examples; a bias has no row in A.
 
-    Sums of several data sets' are those of all their examples: a norm's vector is a layer with one
-    input, which is always 1.
+    Sums over several data sets are sums over all their examples. A norm's vector is a layer with
+    one input, which is always 1.
 
     Raises:
-        ValueError: As by `invert_factors`.
-        MemoryError: As by `invert_factors`.
+        ValueError: See `invert_factors`.
+        MemoryError: See `invert_factors`.
     """
     layers, vectors = _layers(curvature)
     require(
@@ -307,7 +307,7 @@ def orders(curvature: Curvature) -> list[tuple[int, int]]:
     """Return the orders (H, I) of each layer's `factors`.
 
     Raises:
-        ValueError: As by `invert_factors`.
+        ValueError: See `invert_factors`.
     """
     layers, vectors = _layers(curvature)
     names = curvature.layout.names
@@ -323,8 +323,8 @@ def of_factors(
     precision: Tensor,
     diagonal: Tensor,
 ) -> Kronecker:
-    """Return the inverse that has these `factors`, summed over a number of examples; `precision`
-    and `diagonal` as of `invert_factors`.
+    """Return the inverse for these `factors`, summed over a number of examples; see
+    `invert_factors` for `precision` and `diagonal`.
     """
     bases = []
     eigenvalues = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
@@ -341,7 +341,7 @@ def of_factors(
 
 
 def diagonal_of(curvature: Curvature, found: list[tuple[Tensor, Tensor]], examples: int) -> Tensor:
-    """Return the diagonal of the GGN as its `factors` have it, b_hh a_ii, [D]."""
+    """Return the diagonal of the GGN from its `factors`, b_hh a_ii, [D]."""
     out = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
     for slots, (outer, inner) in zip(_slots(curvature), found, strict=True):
         inputs = inner.diagonal() / examples
@@ -362,14 +362,14 @@ def _check_prior(curvature: Curvature, precision: Tensor) -> None:
     for name, part in curvature.layout.leaves(precision).items():
         if (part != part.flatten()[0]).any():
             raise ValueError(
-                "structure 'kfac' takes one prior precision for each weight and each bias, and "
+                "structure 'kfac' needs one prior precision for each weight and each bias, but "
                 f"{name!r} has several: pass one number, or a vector that is constant within each; "
                 f"{_OTHERS}"
             )
 
 
 def _slots(curvature: Curvature) -> list[Tensor]:
-    """Return the slots [H, I] of each basis, of norms [H, 1]."""
+    """Return the slots [H, I] of each basis, [H, 1] for norms."""
     layers, vectors = _layers(curvature)
     return [*layers.values(), *(slots.unsqueeze(1) for slots in vectors)]
 
@@ -391,12 +391,12 @@ def _layers(curvature: Curvature) -> tuple[dict[str, Tensor], list[Tensor]]:
         ):
             unknown.append(f"{type(layer).__name__} {name!r}")
         elif inside and len(inside) < len(own):
-            unknown.append(f"{inside} of {own} alone")
+            unknown.append(f"only {inside} of {own}")
         elif inside:
             found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
     if unknown:
         raise ValueError(
-            "structure 'kfac' takes whole linear layers, convolutions padded with zeros, and "
+            "structure 'kfac' supports whole linear layers, convolutions padded with zeros, and "
             f"norms, not {', '.join(unknown)}: cover others by pattern=, such as 'head.*', or "
             f"{_OTHERS}"
         )
@@ -407,7 +407,7 @@ def _factors(
     curvature: Curvature, names: list[str], x: Data
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Compute B [H, H] and A [I, I] of each layer, sums over the data, and the number of examples:
-    of the last layer alone in closed form, of others by curvlinops.
+    for the last layer alone in closed form, for others with curvlinops.
     """
     outer: list[Any] = [0.0] * len(names)
     inner: list[Any] = [0.0] * len(names)
@@ -436,14 +436,14 @@ def _by_curvlinops(
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield B [H, H] and A [I, I] of each layer, both summed over a piece of the examples `x`.
 
-    `module` asks for the gradients of these layers' parameters alone.
+    `module` computes gradients for these layers' parameters only.
     """
     from curvlinops import FisherType, KFACLinearOperator
 
     if isinstance(likelihood, Poisson):
         raise ValueError(
-            "structure 'kfac' has no factors of Poisson's for layers below the last; "
-            f"pattern='head.*' takes the last layer, {_OTHERS}"
+            "structure 'kfac' has no Poisson factors for layers below the last; "
+            f"pattern='head.*' covers the last layer, {_OTHERS}"
         )
     step, outputs = _pieces(module, names, x[:1])
     scale = 1.0
@@ -496,11 +496,12 @@ def _blocks(curvature: Curvature, vectors: list[Tensor], x: Data) -> list[Tensor
 
 
 def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor]:
-    """Return how many examples fit a block, and the outputs [1, O] of one example, `x` [1, ...].
+    """Return the number of examples that fit a block, and the outputs [1, O] of one example, `x`
+    [1, ...].
 
     Raises:
-        ValueError: A covered layer is not used exactly once in a pass, where autograd sees it, or
-            the gradients of its weights are not those of the layer alone.
+        ValueError: A covered layer is not used exactly once in a pass with autograd, or the
+            gradients of its weights do not come from the layer alone.
     """
     owner = {id(p): name for name in names for p in module.get_submodule(name).parameters()}
     uses, numbers, alone = Counter(), [], {}
@@ -535,7 +536,7 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
     for p, slope in zip(every, slopes, strict=True):
         if apart(slope, alone.get(p, torch.zeros_like(p)), 1e-4):
             raise ValueError(
-                f"structure 'kfac' needs layers that alone use their weights, and those of "
+                f"structure 'kfac' needs layers that alone use their weights, but those of "
                 f"{owner[id(p)]!r} are used elsewhere, too, or in another forward or by a hook; "
                 f"{_OTHERS}"
             )

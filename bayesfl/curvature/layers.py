@@ -25,7 +25,7 @@ ELEMENTWISE = (
     nn.Identity,
 )
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-# The identity in evaluation mode; `Curvature` refuses them in training mode.
+# These are the identity in evaluation mode; `Curvature` raises for them in training mode.
 _DROPOUT = (nn.Dropout, nn.Dropout2d)
 
 
@@ -44,7 +44,7 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a stack of layers that have closed forms, with parameters of its own."""
+    """Return a stack of layers with closed forms, with its own parameters."""
     made = copy(module)
     made._parameters = {
         name: p if p is None else nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
@@ -55,7 +55,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def unsupported(module: nn.Module) -> list[str]:
-    """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all
+    """Return the layers without a closed form here, such as "GroupNorm 'body.1'"; empty if all
     have one.
     """
     return [
@@ -81,12 +81,12 @@ def _has_form(layer: nn.Module) -> bool:
 
 
 class Layers:
-    """The `layers` backend, which keeps the inputs of each layer in one forward pass and pulls
-    cotangents back by closed forms.
+    """Compute Jacobians with the `layers` backend: it stores the inputs of each layer in one
+    forward pass and pulls cotangents back by closed forms.
 
     Args:
         module: A stack of layers with closed forms.
-        layout: The parameters with respect to which derivatives are taken.
+        layout: The parameters of the derivatives.
     """
 
     name = "layers"
@@ -110,7 +110,7 @@ class Layers:
                 )
 
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Func`."""
+        """Return the number of floats for one example, see `Func`."""
         passed = self._forward(x[:1])
         total = sum(t.numel() for t in passed)
         return x[0].numel() + total, total, passed[-1].shape[-1]

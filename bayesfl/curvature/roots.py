@@ -12,11 +12,11 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 
 
 def check_known(likelihood: Likelihood) -> None:
-    """Check that a likelihood is one whose curvature and predictive distribution are known here,
-    and overrides neither.
+    """Check that the curvature and the predictive distribution of a likelihood are known here, and
+    that it overrides neither.
 
     Raises:
-        TypeError: It is another one, or a subclass with a distribution of its own.
+        TypeError: The likelihood is unknown, or a subclass with its own distribution.
     """
     kinds = (Categorical, Bernoulli, Gaussian, Poisson)
     known = (kind for kind in kinds if isinstance(likelihood, kind))
@@ -26,9 +26,9 @@ def check_known(likelihood: Likelihood) -> None:
     )
     if own or (isinstance(likelihood, Gaussian) and likelihood.floor is not None):
         raise TypeError(
-            f"the curvature of {mine.__name__} is not known; there are Categorical, Bernoulli, "
-            "Poisson, and Gaussian of a scale that is a number, with the nll and predictive that "
-            "they have: take one of these, or predictions without a Laplace approximation"
+            f"the curvature of {mine.__name__} is not known; known are Categorical, Bernoulli, "
+            "Poisson, and Gaussian with a number as scale, with their own nll and predictive: use "
+            "one of these, or predictions without a Laplace approximation"
         )
 
 
@@ -43,7 +43,7 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 
         R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
 
-    It contains no subtraction, so it stays exact where p is nearly one-hot. For counts with rates
+    It contains no subtraction, so it stays exact if p is nearly one-hot. For counts with rates
     exp(f) Lambda is diag(exp(f)).
 
     Raises:
@@ -115,7 +115,7 @@ def basis(outputs: int, centre: bool) -> Tensor:
     """Return orthonormal directions [O, Q] in the space of the outputs: all, or with `centre` only
     those that change class probabilities.
 
-    With `centre` each direction has the sum zero over classes. The direction left out, adding a
+    With `centre` each direction sums to zero over classes. The direction left out, adding a
     constant to all logits, changes no probability. The columns are Helmert's, in float64.
     """
     if not centre:

@@ -1,7 +1,8 @@
 """Covariances of outputs that have the same eigenvectors for all examples, V_n = U diag(s_n) U'.
 
-So it is for a last layer with Kronecker factors: U are the eigenvectors of B for every input. What
-predictions read of V_n, [O, O] for each example, takes O^2 operations, and V_n is not formed.
+This holds for a last layer with Kronecker factors: U are the eigenvectors of B for every input. The
+quantities that predictions need from V_n, [O, O] for each example, take O^2 operations, and V_n is
+not formed.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Spectral:
-    """Covariances of N examples' outputs, each [O, O].
+    """Hold the covariances of N examples' outputs, each [O, O].
 
     Args:
         vectors: Eigenvectors U as columns, [O, O].
@@ -38,9 +39,9 @@ class Spectral:
         return (self.vectors * self.values.unsqueeze(-2)) @ self.vectors.T
 
     def centred(self) -> "Spectral":
-        """Return the covariances of the outputs less their mean over the outputs.
+        """Return the covariances of the outputs minus their mean over the outputs.
 
-        For classes (1, ..., 1) is an eigenvector: B has no curvature along it. Only its column
-        changes, to 0, so that the others stay eigenvectors.
+        For classes (1, ..., 1) is an eigenvector, because B has no curvature along it. Only its
+        column changes, to 0, so the others stay eigenvectors.
         """
         return Spectral(self.vectors - self.vectors.mean(0), self.values)

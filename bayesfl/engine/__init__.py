@@ -1,6 +1,4 @@
-"""Running phases for chunks of clients: one driver and four kernels, which give the same
-numbers.
-"""
+"""Running phases for chunks of clients: one driver and four kernels with the same results."""
 
 from bayesfl.engine.driver import Engine
 

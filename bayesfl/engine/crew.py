@@ -1,8 +1,8 @@
 """Worker threads that run a rank's chunks, each with one intra-op thread.
 
 Torch's own threads wait actively at barriers and stall when another process is busy. Chunks in
-workers lose little then, are as fast on a quiet machine, and give the same bits for any number of
-workers.
+workers then lose little time; they are as fast on an idle machine, and give the same bits for any
+number of workers.
 """
 
 import threading
@@ -25,10 +25,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def apart(phase: Any) -> AbstractContextManager[Any]:
-    """Return a context in which no two threads run the steps of phases that are not the library's.
+    """Return a context in which no two threads run the steps of a user's phases at once.
 
-    These may differentiate forwards, as torch.func.hessian and jvp do, whose level is one number
-    for all threads of a process: two of them at once fail, or one reads the other's tangents.
+    Such steps may use forward-mode differentiation, as torch.func.hessian and jvp do. Its level is
+    one number for all threads of a process: two at once fail, or one reads the other's tangents.
     """
     function = getattr(phase, "fn", type(phase))
     while isinstance(function, partial):
@@ -38,8 +38,8 @@ def apart(phase: Any) -> AbstractContextManager[Any]:
 
 
 class Crew:
-    """A pool of `workers` threads at each rank; leaving its context restores torch's own number of
-    threads.
+    """Run work in a pool of `workers` threads at each rank; leaving the context restores torch's
+    number of threads.
     """
 
     def __init__(self, workers: int) -> None:
@@ -68,12 +68,13 @@ class Crew:
         work: Callable[[Item], Outcome],
         costs: Sequence[float] | None = None,
     ) -> Iterator[Outcome]:
-        """Yield `work` of every item, in order, at every rank, each of which has done its share.
+        """Yield the results of `work` for all items, in order, at every rank; each rank computes
+        its share.
 
         Args:
             items: The items.
-            work: What is done with each.
-            costs: How long each takes, in any unit; None for the same.
+            work: Function of an item.
+            costs: Time for each item, in any unit; None for equal times.
 
         An exception raised by one item is raised here, and the remaining items are dropped.
         """
@@ -85,8 +86,8 @@ class Crew:
             yield from found
 
     def own(self, items: Sequence[Item], work: Callable[[Item], Outcome]) -> Iterator[Outcome]:
-        """Yield `work` of every item, in order, at this rank, with at most workers + 1 results
-        waiting.
+        """Yield the results of `work` for all items, in order, at this rank, with at most workers +
+        1 results waiting.
 
         An exception raised by one item is raised here, and the remaining items are dropped.
         """

@@ -1,9 +1,9 @@
-"""Gradient steps for a chunk of clients at once, in place, as the batched kernels share them; those
-differ in how the model is computed.
+"""Gradient steps for a chunk of clients at once, in place; the batched kernels share them and
+differ in how they compute the model.
 
 Nothing here uses vmap: draws, priors and the optimiser are algebra on [C, ...]. Point blocks are
 sliced into leaves once in a phase, and the gradient of their Gaussian prior is added analytically.
-Blocks that draw stay vectors, and autograd differentiates their draws and KL. Clients are ordered
+Blocks with draws stay vectors, and autograd differentiates their draws and KL. Clients are ordered
 by decreasing number of steps, so those still training are a prefix, updated through views.
 """
 
@@ -34,21 +34,21 @@ _LOCAL = threading.local()
 
 
 class Descent:
-    """A `Descend` in progress for a chunk of clients: the parts of the predictor, the energy of the
-    data, and the optimiser's state.
+    """Run a `Descend` for a chunk of clients: it holds the parts of the predictor, the energy of
+    the data, and the optimiser's state.
 
-    Trained blocks are copied once and then updated in place, always for the first clients of the
-    chunk, which are still training.
+    Trained blocks are copied once and then updated in place, for the first clients of the chunk,
+    which are still training.
 
     Args:
-        algorithm: The algorithm that has the phase.
+        algorithm: The algorithm with the phase.
         phase: The phase.
         given: The entries that every client received this round.
         views: The clients' views at the start of the phase, [C, ...] throughout.
         kernel: Kernel that computes the model for a chunk.
-        still: Whether every step uses the same examples, as they are in the phase's plan.
+        still: Whether every step uses the same examples, in the order of the phase's plan.
         shared: Whether every step uses one batch, which a `Repeat` gives to its phases.
-        alone: Whether it is one client's, whose slopes autograd computes.
+        alone: Whether there is only one client, whose slopes autograd computes.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Descent:
     def step(
         self, active: int, data: Batch, noise: Tensors, draws: tuple[Sequence[int] | None, int]
     ) -> None:
-        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise
+        """Take one step for the first c = `active` clients on examples [c, B, ...], with noise
         {block: [c, S, size]}.
 
-        What the model itself draws has the addresses `draws`, see `PhasePlan.draws`.
+        The model's own random operations use the addresses `draws`, see `PhasePlan.draws`.
         """
         if active != self._active:
             self._narrow(active)
@@ -117,8 +117,8 @@ class Descent:
         self._move()
 
     def end(self, steps: Tensor | int) -> tuple[View, Info]:
-        """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or
-        one number for all.
+        """Return the final views and the clients' mean losses in nats, after `steps` [C], or one
+        number for all.
         """
         kept = {}
         if self._persist is not None and self._state is not None:
@@ -130,7 +130,7 @@ class Descent:
         return self._views | self._beliefs | moved | kept, {"nll": self._losses.total / steps}
 
     def _narrow(self, active: int) -> None:
-        """Continue with the first `active` clients: views of their tensors are made once, not in
+        """Continue with the first `active` clients; views of their tensors are made once, not in
         every step.
         """
         front = tree_map(lambda t: t[:active], self._views)
@@ -140,7 +140,7 @@ class Descent:
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
     def _forward(self, x: Inputs, noise: Tensors, rows: Rows) -> Through:
-        """Compute the model; the way back writes slopes for the trained blocks."""
+        """Compute the model; its backward pass writes slopes for the trained blocks."""
         leaves: Tensors = {
             key: leaf for block in self._buffers.values() for key, leaf in block.whole().items()
         }
@@ -153,12 +153,12 @@ class Descent:
 
     def _move(self) -> None:
         """Update the trained blocks: the optimiser's step, then the proximal steps of priors that
-        the slopes leave out.
+        are not part of the slopes.
         """
         optimiser = self._phase.optimiser
         slopes = [slope for block in self._trained for slope in block.slopes()]
         optimiser.update_(self._now, slopes, self._state, self._rate, self._active)
-        if self._phase.prox:  # all blocks are then points, of one tensor each
+        if self._phase.prox:  # all blocks are then points with one tensor each
             for block, pace in zip(
                 self._trained, optimiser.pace(self._now, self._state, self._rate), strict=True
             ):
@@ -180,7 +180,7 @@ def descend(
     losses.
 
     Args:
-        algorithm: The algorithm that has the phase.
+        algorithm: The algorithm with the phase.
         phase: The phase.
         given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
@@ -210,13 +210,13 @@ def descend(
 
 
 def _beside(t: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with axes of size 1 after its own, as many as `like` has more."""
+    """Return a tensor with trailing axes of size 1 added until it has as many axes as `like`."""
     return t[(..., *(like.dim() - t.dim()) * (None,))]
 
 
 class _Losses:
-    """The data's part of an energy for a chunk of clients, and the sum of their batches' mean
-    losses so far, [C].
+    """Compute the data's part of an energy for a chunk of clients, and sum their batches' mean
+    losses, [C].
     """
 
     def __init__(self, algorithm: Algorithm, energy: Energy, given: Server, views: View) -> None:
@@ -233,7 +233,7 @@ class _Losses:
         self._sum = self.total[:active]
 
     def slopes(self, through: Through, data: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the slopes of a batch at the outputs and, where a penalty reads them, at the
+        """Return the slopes of a batch at the outputs and, if a penalty needs them, at the
         features; add its losses to the sum.
         """
         y = data["y"].unsqueeze(1) if through.lifted else data["y"]
@@ -250,13 +250,13 @@ class _Losses:
         """Add the weighted mean of `losses` to the sum, and multiply each example's `slope` by its
         factor in the energy, in place.
 
-        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M
-        draws. Where an example has several labels, further axes stand before O.
+        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] if lifted; M copies have S M
+        draws. If an example has several labels, further axes precede O.
         """
         share, factor = self._energy.shares(self._given, self._front, data), self._factor
         event = slope.dim() - losses.dim()  # axes of an example's outputs
         if self._copies:
-            # Each copy has draws of its own, and its losses are averaged over these alone.
+            # Each copy has its own draws, and its losses are averaged over these only.
             losses = losses.unflatten(1, (-1, self._copies))
             slope = slope.unflatten(1, (-1, self._copies))
             share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
@@ -270,9 +270,9 @@ class _Losses:
         self, through: Through, losses: Tensor, slope: Tensor, data: Batch
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the slopes of the energy's penalty at the outputs and at the features, None where
-        it does not read them.
+        the penalty does not depend on them.
 
-        The losses enter as constants; the penalty's slope at them is carried to the outputs by
+        The losses enter as constants; the penalty's slope at them is propagated to the outputs with
         `slope` [..., B, O], the slope of each loss.
         """
         if self._energy.penalty is None:
@@ -287,7 +287,7 @@ class _Losses:
             if value.shape[:1] != outputs.shape[:1]:
                 raise ValueError(
                     f"the energy's penalty returns shape {list(value.shape)} for {len(outputs)} "
-                    "clients; it must be one number for each, so reduce over the last axes alone, "
+                    "clients; it must be one number for each, so reduce only over the last axes, "
                     "as .sum(-1) or (batch['weight'] * each).sum(-1)"
                 )
             if not value.requires_grad:
@@ -304,9 +304,7 @@ class _Losses:
 
 
 class _Held:
-    """A part of the predictor that is not trained: it stays as it is, or is drawn anew for every
-    step.
-    """
+    """Provide a part of the predictor that is not trained: constant, or drawn in every step."""
 
     def __init__(self, algorithm: Algorithm, name: str) -> None:
         self._algorithm, self._name, self.layout = algorithm, name, algorithm.layout(name)
@@ -322,21 +320,21 @@ class _Held:
         )
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the leaves of a step, and no slopes, as nothing is trained."""
+        """Return the leaves of a step; there are no slopes, because nothing is trained."""
         if self.drawn:
             return self.layout.leaves(draw(self._algorithm, self._name, self._belief, noise)), {}
         return self._leaves, {}
 
 
 class _Other:
-    """The network at other weights than those in training, in evaluation mode, of which a penalty
-    reads features and outputs.
+    """Compute the features and outputs that a penalty needs, from the network at other weights than
+    those in training, in evaluation mode.
 
     Args:
         algorithm: The algorithm.
-        name: The name under which the penalty finds them.
-        leaves: Parameters and buffers by name, [C, *shape], or [*shape] where all clients have
-            the same.
+        name: The name by which the penalty reads them.
+        leaves: Parameters and buffers by name, [C, *shape], or [*shape] if they are the same for
+            all clients.
         kernel: Kernel that computes the model for a chunk.
         clients: The number of clients C.
     """
@@ -368,7 +366,7 @@ class _Other:
 
 
 class _Vectors:
-    """A block's tensors [C, ...], copied, for an optimiser to update."""
+    """Hold copies of a block's tensors [C, ...], which an optimiser updates."""
 
     def __init__(self, algorithm: Algorithm, name: str, tensors: Tensors) -> None:
         self._layout = algorithm.layout(name)
@@ -385,16 +383,16 @@ class _Vectors:
         return self._layout.leaves(self.now[0])
 
     def solve(self, pace: Tensor | float) -> None:
-        """Take no proximal step, as the slopes contain the whole energy.
+        """Do nothing; subclasses whose slopes leave out the prior take a proximal step.
 
         Args:
-            pace: Rate of a proximal step, given by the optimiser's step before: a number, or a
+            pace: Rate of a proximal step, set by the preceding optimiser's step: a number, or a
                 tensor that broadcasts with [C, ...].
         """
 
 
 class _Points(_Vectors):
-    """A trained point block with its Gaussian or linear prior, if it has one; its leaves and their
+    """Train a point block with its Gaussian or linear prior, if it has one; its leaves and their
     slopes are views made once.
 
     The prior is part of the slopes or, with `prox`, solved after the optimiser's step.
@@ -425,19 +423,19 @@ class _Points(_Vectors):
         return self._leaves, self._to
 
     def slopes(self) -> list[Tensor]:
-        """Return the energy's slope at the vector, the prior's included."""
+        """Return the energy's slope at the vector, including the prior's."""
         if self._prior is not None and not self._prox:
             self._prior.pull(self._loc, self._slope)
         return [self._slope]
 
     def solve(self, pace: Tensor | float) -> None:
         """Take the proximal step of the prior at the optimiser's pace."""
-        if isinstance(self._prior, _Gaussian):  # `Descend` solves no other
+        if isinstance(self._prior, _Gaussian):  # `Descend` allows no other with `prox`
             self._prior.solve(self._loc, pace)
 
 
 class _Kept:
-    """A place for a slope that keeps what is copied into it, where nobody writes to it later."""
+    """Hold a slope without a copy, if nobody writes to it later."""
 
     now: Tensor
 
@@ -447,8 +445,8 @@ class _Kept:
 
 
 class _Leaves(_Vectors):
-    """A trained point block of a single client, without a prior and with slopes by autograd: the
-    optimiser takes these as they are, and no vector is filled with them.
+    """Train a point block of a single client, without a prior and with slopes by autograd, which
+    the optimiser uses directly, without collecting them in a vector.
     """
 
     def narrow(self, front: View) -> None:
@@ -458,7 +456,7 @@ class _Leaves(_Vectors):
         self.now = list(self._leaves.values())
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the leaves, and the places of their slopes."""
+        """Return the leaves, and the holders of their slopes."""
         return self._leaves, self._to
 
     def slopes(self) -> list[Tensor]:
@@ -467,8 +465,8 @@ class _Leaves(_Vectors):
 
 
 def _workspace(name: str, like: Tensor) -> Tensor:
-    """Return this thread's own tensor for the slopes of a block, whose numbers are not set: memory
-    that is asked for anew takes longer than a pass over it.
+    """Return this thread's own uninitialised tensor for the slopes of a block, because allocating
+    memory takes longer than a pass over it.
     """
     rooms = _LOCAL.__dict__.setdefault("rooms", {})
     room = rooms.get(name)
@@ -482,8 +480,8 @@ def _workspace(name: str, like: Tensor) -> Tensor:
 
 
 class _Gaussian:
-    """A Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight /
-    variance. Both are constant.
+    """Apply a Gaussian prior to points like `loc` [C, ...], with constant centre and strength,
+    weight / variance.
     """
 
     def __init__(
@@ -503,22 +501,18 @@ class _Gaussian:
         slope.addcmul_(torch.sub(loc, self._centre, out=self._room), self._strength)
 
     def solve(self, loc: Tensor, pace: Tensor | float) -> None:
-        """Move `loc` part of the way to the centre: the share pace k / (1 + pace k) under a
-        strength k.
-        """
+        """Move `loc` towards the centre by the share pace k / (1 + pace k), for strength k."""
         if isinstance(pace, Tensor):
             pull = torch.mul(pace, self._strength, out=self._room)
             loc.lerp_(self._centre, pace.copy_(pull).add_(1).reciprocal_().mul_(pull))
         else:
-            if self._share is None:  # a number is the same in all steps of a phase
+            if self._share is None:  # it is constant within a phase if pace is a number
                 self._share = self._strength * pace / (1 + self._strength * pace)
             loc.lerp_(self._centre, self._share)
 
 
 class _Linear:
-    """A prior `Tilt` of points like `loc` [C, ...]: its slope times its weight, which is
-    constant.
-    """
+    """Apply a prior `Tilt` to points like `loc` [C, ...]; slope times weight is constant."""
 
     def __init__(
         self, prior: Tilt, given: Server, views: View, loc: Tensor, weight: Tensor
@@ -536,8 +530,8 @@ class _Linear:
 
 
 class _Beliefs(_Vectors):
-    """A trained block that draws, or under a prior of another kind: autograd differentiates
-    its KL and its draws.
+    """Train a block with draws, or with a prior of another type: autograd differentiates its KL and
+    its draws.
     """
 
     def __init__(
@@ -560,7 +554,7 @@ class _Beliefs(_Vectors):
         return self._layout.leaves(self._drawn.detach()), self._layout.leaves(self._slope)
 
     def slopes(self) -> list[Tensor]:
-        """Return the energy's slopes at the belief's tensors, through the draw and through
+        """Return the energy's slopes at the posterior's tensors, through the draw and through
         the KL.
         """
         divergence = self._weight * self._algorithm.divergence(
@@ -574,7 +568,7 @@ class _Beliefs(_Vectors):
 def _trained(
     algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View, *, alone: bool
 ) -> _Leaves | _Points | _Beliefs:
-    """Return a block of the phase, ready to be trained."""
+    """Return an object that trains a block of the phase."""
     block, belief, (_, weight) = (
         algorithm.blocks[name],
         views[name],
@@ -584,7 +578,7 @@ def _trained(
         type(block.prior) in (Flat, Tilt) or is_normal(block.prior)
     ):
         return _Beliefs(algorithm, name, belief, given, weight)
-    # leaves of copies do not lie in one piece, as fused optimisers take them
+    # leaves of copies are not contiguous, which fused optimisers need
     whole = block.copies is None and phase.persist is None
     if alone and whole and type(block.prior) is Flat:
         return _Leaves(algorithm, name, belief)
@@ -626,8 +620,8 @@ def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
 
 
 def _nested(state: Any, beliefs: dict[str, Tensors], n: Tensor) -> Any:
-    """Convert the state for a list of tensors back to the state for the nest; a number of all
-    clients becomes one of each of those that have `n` [C] examples.
+    """Convert the state for a list of tensors back to the state for the nest; a number that is
+    common to all clients becomes one number for each client, shaped like `n` [C].
     """
     if isinstance(state, list):
         rest = iter(state)

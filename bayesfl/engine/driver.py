@@ -1,4 +1,4 @@
-"""The driver of phases, which chooses the kernel that runs a phase and the number of clients in a
+"""The driver of phases: it selects the kernel that runs a phase and the number of clients in a
 chunk.
 """
 
@@ -28,11 +28,11 @@ KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 # docs/decisions/0008: larger chunks push the weights of an MLP out of the cache; smaller ones need
 # more calls for the same products.
 CPU_CHUNK = 5
-# Small models, whose calls cost more than their products, run more clients in a chunk, while the
-# chunk's weights fit into this many bytes and at least CPU_CHUNKS chunks remain, so that workers
-# get equal shares.
+# Small models, whose calls cost more than their products, run more clients in a chunk, as long as
+# the chunk's weights fit into this many bytes and at least CPU_CHUNKS chunks remain, so that
+# workers get equal shares.
 CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 50, 4
-# Models of more weights are run client by client, since joining the states of a chunk's clients
+# Models with more weights are run client by client, because joining the states of a chunk's clients
 # would copy them.
 CPU_LARGE = 2_000_000
 # A client in training needs about eight times the memory of its weights: state, leaves, gradients,
@@ -43,23 +43,24 @@ COPIES = 8
 @dataclass(frozen=True)
 @declared
 class Engine:
-    """Choose how the local work of a round is run, which changes speed and rounding only, and under
+    """Choose how the local work of a round is run; this changes only speed and rounding, and under
     `ClientPrivacy` the noise.
 
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (client by client),
-            `layers` (a recorded forward, by rules for a whole chunk), `vmap` (any module that
-            torch.func can batch), or `auto`, which decides for each phase.
-        chunk: Number C of clients computed together. None chooses it, on a CPU from the cohort and
-            the size of the weights, on a GPU from the size of the weights and the free memory; as
-            it ignores the size of activations, set it where these are large.
+            `layers` (a recorded forward pass, with rules for a whole chunk), `vmap` (any module
+            that torch.func can batch), or `auto`, which selects one for each phase.
+        chunk: Number C of clients computed together. None selects it, on a CPU from the cohort and
+            the size of the weights, on a GPU from the size of the weights and the free memory; the
+            size of activations is not considered, so set it if these are large.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
-            number of cores that this process may use, by the number of ranks on this machine (1 on
-            a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
-        processes: Number of processes of this machine that `simulate` runs on: it starts the others
-            and ends them. None for this one; under torchrun, for its ranks.
-        lost_after: Seconds without a sign of life after which the loss of a rank ends the run at
-            all of them.
+            number of cores available to this process, divided by the number of ranks on this
+            machine (1 on a GPU, and with the kernel `vmap`, whose Python code holds the
+            interpreter's lock).
+        processes: Number of processes on this machine for `simulate`, which starts and ends the
+            others. None for this one; under torchrun, for its ranks.
+        lost_after: Seconds without a sign of life after which a rank counts as lost and the run
+            ends at all ranks.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, max_size=60)
@@ -79,7 +80,7 @@ class Engine:
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
         """Return the number of clients in a chunk, for a cohort of `clients`.
 
-        It does not depend on the number of workers, so that they do not change the bits of the
+        It does not depend on the number of workers, so that these do not change the bits of the
         result.
         """
         if self.chunk is not None:
@@ -115,7 +116,7 @@ class Engine:
         return max(1, cores // current().near)
 
     def crew(self, device: torch.device) -> Crew:
-        """Return the worker threads for the chunks of a call, which all ranks make."""
+        """Return the worker threads for the chunks of a call; all ranks must make it."""
         current().limit = self.lost_after
         return Crew(self.worker_count(device))
 
@@ -128,21 +129,21 @@ class Engine:
         *,
         train: bool = False,
     ) -> KernelName:
-        """Choose the kernel that runs a phase, or predictions where `phase` is None.
+        """Select the kernel that runs a phase, or predictions if `phase` is None.
 
-        With `auto`, networks whose forward can be recorded are run by `layers`, except on a CPU
-        those of which a client's step computes much, and on a GPU those with convolutions. They
-        and all others are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
+        With `auto`, networks whose forward pass can be recorded are run by `layers`, except, on a
+        CPU, networks with expensive steps, and on a GPU, networks with convolutions. These and all
+        others are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
 
         Args:
             algorithm: The method.
             phase: The phase; None for predictions, and for phases that are run step by step.
-            like: A tensor of the run's precision, on its device.
-            x: Inputs [N, ...] of as many examples as a client's largest batch.
+            like: A tensor with the run's precision and device.
+            x: Inputs [N, ...] with as many examples as a client's largest batch.
             train: Whether the model is trained.
 
         Raises:
-            ValueError: The kernel asked for cannot run the model.
+            ValueError: The requested kernel cannot run the model.
         """
         model, device = algorithm.model, like.device
         module = algorithm.module(like, train=train)
@@ -161,7 +162,7 @@ class Engine:
                 for block in moving
                 for name in algorithm.layout(block).names
             ):
-                # The body runs once, so that a step computes no more than one on a usual batch.
+                # The body runs once, so a step computes no more than one on a usual batch.
                 steps, rows = model.head, min(most, layers.USUAL)
         if device.type != "cuda":
             return "layers" if layers.light(module, x, most, rows) else "live"
@@ -177,13 +178,13 @@ class Engine:
         views: View,
         plan: PhasePlan,
     ) -> tuple[View, Info]:
-        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards
-        and information for people.
+        """Run one phase for a chunk of clients, stacked [C, ...], and return their final views and
+        diagnostics.
 
-        With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and
-        what that cannot run by `reference`.
+        With the kernel `auto`, a model that torch.func fails to batch is run by `live`, and one
+        that `live` cannot run by `reference`.
         """
-        if plan.order is not None:  # inside, clients stand as the plan has them
+        if plan.order is not None:  # the kernels use the plan's order of clients
             order = torch.from_numpy(plan.order).to(views["n"].device)
             done = self._tried(algorithm, phase, given, tree_map(lambda t: t[order], views), plan)
             back = order.argsort()
@@ -221,7 +222,7 @@ class Engine:
         plan: PhasePlan,
     ) -> tuple[View, Info]:
         like = views["n"]
-        algorithm.module(like)  # made here, since no copy can be made inside torch.func
+        algorithm.module(like)  # made here, because torch.func allows no copy inside
         descends = [p for p in getattr(phase, "phases", (phase,)) if by_algebra(p)]
         kernel = self.choose(
             algorithm,
@@ -255,15 +256,15 @@ class Engine:
             )
             for c in range(len(plan.ids))
         ]
-        # One client's are not copied.
+        # A single client's tensors are not copied.
         return tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
-        """Return whether a phase trains a model that has norms with statistics or draws, which the
-        kernels `layers` and `live` do.
+        """Return whether a phase trains a model with random operations or with norms that have
+        statistics, which only the kernels `layers` and `live` support.
 
         Raises:
-            ValueError: Another kernel was asked for, or the phase has steps of its own.
+            ValueError: Another kernel was requested, or the phase has its own steps.
         """
         inner = getattr(phase, "phases", (phase,))
         what = (
@@ -274,8 +275,8 @@ class Engine:
         told = f"{type(model).__name__} has {what} in training mode"
         if own := [p for p in inner if not by_algebra(p) and not isinstance(p, Once)]:
             raise ValueError(
-                f"{told}, of which the steps of {type(own[0]).__name__} know nothing; put the "
-                "model in eval mode, or take a method whose phases are Descend"
+                f"{told}, which the steps of {type(own[0]).__name__} do not support; put the model "
+                "in eval mode, or use a method whose phases are Descend"
             )
         if all(isinstance(p, Once) for p in inner):
             return False
@@ -284,7 +285,7 @@ class Engine:
             asked = (
                 f"kernel={self.kernel!r}"
                 if self.kernel not in can
-                else "a phase that is run by itself (batched=False)"
+                else "a phase that is run separately (batched=False)"
             )
             raise ValueError(
                 f"{told}, which {asked} cannot train; use kernel='auto', 'layers' or 'live', "
@@ -321,7 +322,7 @@ class Engine:
                     new, seen = vmap.run(
                         algorithm, inner, given, front, plan, batch, losses=self._losses
                     )
-            if active < len(plan.ids):  # the others have had all their batches
+            if active < len(plan.ids):  # the others have finished their batches
                 new = _with_rest(new, views)
                 seen = _with_rest(seen, {key: info[key] for key in seen})
             views, info = new, info | seen
@@ -330,8 +331,8 @@ class Engine:
     def _losses(
         self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch
     ) -> Tensor:
-        """Compute `Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B], by the
-        kernel.
+        """Compute `Algorithm.losses_of_copies` for a chunk of clients, [C, B] or [C, M, B], with
+        the kernel.
         """
         outputs = self.outputs(algorithm, parts, views, batch["x"], {})
         losses = algorithm.likelihood.nll(outputs, batch["y"].unsqueeze(1))
@@ -345,10 +346,8 @@ class Engine:
         x: Inputs,
         noise: dict[str, Tensor],
     ) -> Tensor:
-        """Compute the outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
-
-        They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S =
-        1.
+        """Compute the outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *]: at draws if
+        there is noise {block: [C, S, D]}, otherwise at the mean, with S = 1.
         """
         kernel = self.choose(algorithm, None, views["n"], each(lambda t: t[0], x))
         kernel = "live" if kernel == "reference" else kernel
@@ -370,8 +369,8 @@ class Engine:
 
 
 def _with_rest(front: Any, whole: Any) -> Any:
-    """Return tensors of the first clients of a chunk with those of the other clients after them,
-    [C, ...].
+    """Return tensors [C, ...] of a chunk: those of its first clients, followed by those of the
+    other clients in `whole`.
     """
     return tree_map(lambda first, every: torch.cat([first, every[len(first) :]]), front, whole)
 

@@ -1,8 +1,8 @@
-"""The layers kernel, which runs a recorded forward for a whole chunk of clients by short rules, one
-for each torch function.
+"""The layers kernel, which runs a recorded forward pass for a whole chunk of clients with short
+rules, one for each torch function.
 
-Whether a recording is true is not argued but seen: it is compared once with the module itself, for
-two clients of different numbers of rows, in outputs, slopes and running statistics.
+Whether a recording is correct is tested, not derived: it is compared once with the module itself,
+for two clients with different numbers of rows, in outputs, slopes and running statistics.
 """
 
 import weakref
@@ -37,26 +37,27 @@ from bayesfl.models.weights import call_at
 
 T = TypeVar("T")
 EXAMPLES = 8
-"""Fewest examples of the first client with which a recording is compared with its module."""
+"""Minimum number of examples of the first client when a recording is compared."""
 OTHERS = 5
-"""Examples of the second client."""
+"""Number of examples of the second client."""
 WEIGHTS, FILTERS, NUMBERS, MOST = 100_000, 5_000, 1_000_000, 4_000_000
-"""A client whose step has more results than the last goes alone, and one that has more than the
-last but one, if it has more weights, or weights of convolutions (docs/decisions/0008).
+"""Clients are computed one at a time if a step has more than `MOST` results, or more than `NUMBERS`
+and the model has more than `WEIGHTS` weights or `FILTERS` weights of convolutions
+(docs/decisions/0008).
 """
 USUAL = 50
-"""Rows of a batch, as which predictions count."""
+"""Number of rows of a batch that is assumed for predictions."""
 
 
 class _Ready(NamedTuple):
-    """Hold a step with the rule that runs it.
+    """Hold a step and the rule that runs it.
 
     Args:
         step: The step.
-        rule: Its rule, for tensors without draws.
-        lifting: Its rule where some have draws.
-        args: Its arguments in the rule's order; None where torch.func batches the function.
-        flat: Whether nothing is to be filled in but tensors.
+        rule: Its rule for tensors without draws.
+        lifting: Its rule if some tensors have draws.
+        args: Its arguments in the rule's order; None if torch.func batches the function.
+        flat: Whether only tensors must be filled in.
     """
 
     step: Operation
@@ -67,11 +68,11 @@ class _Ready(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Hold what runs a module.
+    """Hold the data that run a module.
 
     Args:
         recording: Its recording.
-        rows: The largest number of rows with which it was compared.
+        rows: The largest number of rows in the comparison.
         steps: Its steps, with their rules.
         axes: The number of axes of each parameter and buffer that is used.
         shared: The places that several steps read.
@@ -85,24 +86,24 @@ class _Plan(NamedTuple):
 
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
-"""Findings about modules, by mode and inputs, which all threads' copies share: recordings, plans,
-features of a few examples, and whether they are light.
+"""Cached properties of modules, by mode and inputs, which the copies of all threads share:
+recordings, plans, features of a few examples, and whether they are light.
 """
 
 
 def supported(module: nn.Module, x: Inputs) -> bool:
-    """Return whether a module can be run; asked once of a module, which must then stay as it is.
+    """Return whether a module can be run; the answer is cached, so the module must not change.
 
     Args:
-        module: The module, in the mode in which it is to run.
-        x: Inputs [N, ...] of a client, of at least one example; in training as many as its largest
-            batch has, since a forward may ask how many there are.
+        module: The module, in the mode in which it will run.
+        x: Inputs [N, ...] of a client, at least one example; in training as many as its largest
+            batch has, because a forward pass may depend on their number.
     """
     return all(isinstance(_plan(part, some, count(x)), _Plan) for part, some in _parts(module, x))
 
 
 def _parts(module: nn.Module, x: Inputs) -> list[tuple[nn.Module, Inputs]]:
-    """Return what is run by itself, with a few of its inputs: body and head, or the whole."""
+    """Return the parts that are run separately, with inputs: body and head, or all."""
     some = each(lambda t: t[:EXAMPLES], x)
     if not cut(module):
         return [(module, some)]
@@ -116,8 +117,8 @@ def _parts(module: nn.Module, x: Inputs) -> list[tuple[nn.Module, Inputs]]:
 
 
 def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
-    """Return whether a module can be run for clients of `most` rows, as many as `x` has, and a step
-    of `rows` rows leaves room in the cache for several clients; looked at once.
+    """Return whether a module can be run for clients with `most` rows, as many as `x` has, and a
+    step with `rows` rows leaves room in the cache for several clients; the answer is cached.
     """
     return _once(
         (most, rows), module, x, lambda: not _heavy(module, x, rows) and supported(module, x)
@@ -125,10 +126,11 @@ def light(module: nn.Module, x: Inputs, most: int, rows: int) -> bool:
 
 
 def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
-    """Return whether one client's weights and results fill the cache, which several clients' would
-    leave; or whether that cannot be known.
+    """Return whether one client's weights and results fill the cache, so that there is no room for
+    several clients'; True also if this is unknown.
 
-    Predictions count as a batch of `USUAL` rows, so that what runs them does not depend on theirs.
+    Predictions count as a batch of `USUAL` rows, so that the choice of kernel does not depend on
+    the number of rows.
     """
     recordings = [_recording(*part) for part in _parts(module, x)]
     rows = USUAL if twin(module)[1] is False else rows
@@ -141,7 +143,7 @@ def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
 
 
 def refuse(module: nn.Module, x: Inputs) -> None:
-    """Raise ValueError, saying why, if a module cannot be run."""
+    """Raise ValueError with the reason if a module cannot be run."""
     for part, some in _parts(module, x):
         if isinstance(reason := _plan(part, some, count(x)), str):
             raise _refusal(module, reason)
@@ -150,7 +152,7 @@ def refuse(module: nn.Module, x: Inputs) -> None:
 def _refusal(module: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
-        "kernel='auto', which takes one that runs the model"
+        "kernel='auto', which selects a kernel that can run the model"
     )
 
 
@@ -163,8 +165,8 @@ def _once(
     rows: int = 0,
     axes: int = 1,
 ) -> T:
-    """Return what is learnt once of a module and its copies, for its mode and a form of inputs, of
-    which each has `axes` axes before an example's; in training, a plan for fewer rows is made anew.
+    """Return a cached property of a module and its copies, for its mode and a form of inputs with
+    `axes` axes before an example's; in training, a plan for fewer rows is made again.
     """
     origin, train = twin(module)
     known, key = _KNOWN.setdefault(origin, {}), (what, train, form(x, axes))
@@ -174,17 +176,17 @@ def _once(
 
 
 def _tried(make: Callable[[], T]) -> T | str:
-    """Return what a function makes, or why it cannot."""
+    """Return the result of a function, or the reason why it fails."""
     try:
         return make()
     except Unrecordable as error:
         return str(error)
-    except Exception as error:  # a forward may raise anything, and then runs as it is
+    except Exception as error:  # a forward pass may raise anything; it is then run unrecorded
         return f"cannot be run for several clients at once: {error}".splitlines()[0]
 
 
 def _recording(module: nn.Module, x: Inputs) -> Recording | str:
-    """Return the recording of a module, or why there is none."""
+    """Return the recording of a module, or the reason why there is none."""
 
     def made() -> Recording:
         if any(p._backward_hooks or p._backward_pre_hooks for p in module.modules()):
@@ -197,7 +199,8 @@ def _recording(module: nn.Module, x: Inputs) -> Recording | str:
 
 
 def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> _Plan | str:
-    """Return how a module is run for clients of this number of rows, or why it is not.
+    """Return the plan of a module for clients with this number of rows, or the reason why there is
+    none.
 
     Args:
         module: The module.
@@ -211,11 +214,11 @@ def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> 
         recording = _recording(module, one)
         if isinstance(recording, str):
             raise Unrecordable(recording)
-        # In evaluation mode a look before training asks for more.
+        # In evaluation mode, a check before training needs more rows.
         most = EXAMPLES if twin(module)[1] is False else max(EXAMPLES, rows)
         plan = _ready(wide, recording, most)
         if not _true(wide, plan, _examples(one, most)):
-            raise Unrecordable("computes something else than its torch functions one after another")
+            raise Unrecordable("computes something other than a sequence of torch functions")
         return plan
 
     return _once("plan", module, x, lambda: _tried(made), rows=rows, axes=axes)
@@ -239,7 +242,7 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
         if rule is not None and step.piece is None:
             try:
                 args = bound(rule, step)
-            except TypeError:  # options that the rule does not know
+            except TypeError:  # the rule does not have these options
                 rule = None
         if rule is None or args is None:
             if step.draw is not None:
@@ -262,10 +265,10 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
 
 
 def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
-    """Return whether a plan computes what the module does, for two clients with other weights, of
-    which one has fewer rows.
+    """Return whether a plan computes the same as the module, for two clients with different
+    weights, one of which has fewer rows.
 
-    The weights are moved, so that no slope is 0 as those before a head of zeros are.
+    The weights are changed, so that no slope is 0, as it is before a head of zeros.
     """
     counts = count(x), OTHERS
     rng = torch.Generator().manual_seed(0)
@@ -305,7 +308,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def kernel(module: nn.Module) -> Passage:
-    """Return the passage of a module that has a recording, see `network.Kernel`."""
+    """Return the passage of a module with a recording, see `network.Kernel`."""
 
     def passage(
         leaves: dict[str, Tensor],
@@ -388,7 +391,7 @@ def _run(
                     at[place] = at[place] + found if place in at else found
         for name, to in slopes.items():
             found = at.get(recording.leaves.get(name, -1))
-            if found is None:  # nothing reads it
+            if found is None:  # no step uses it
                 to.zero_()
             elif found is not to:
                 to.copy_(found)

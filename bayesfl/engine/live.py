@@ -1,7 +1,9 @@
-"""The live kernel, which runs the module itself, one client after another: for what no rule runs,
-and for larger CNNs on a CPU, where the activations of two clients exceed the cache.
+"""The live kernel, which runs the module itself, one client after another.
 
-Convolutions run in channels-last memory where these are not large.
+It is for modules that no rule supports, and for larger CNNs on a CPU, where the activations of two
+clients exceed the cache.
+
+Convolutions run in channels-last memory if they are not large.
 """
 
 import weakref
@@ -18,8 +20,8 @@ from bayesfl.engine.network import Rows, by_autograd
 from bayesfl.models.weights import call_at
 
 COPIED = 1_000_000
-"""Weights of convolutions, beyond which a copy of them in every step costs more than the other
-memory layout gains (ResNet-18).
+"""Number of convolution weights above which copying them in every step costs more than the other
+memory layout saves (ResNet-18).
 """
 
 
@@ -33,9 +35,9 @@ _KNOWN: "weakref.WeakKeyDictionary[nn.Module, Known]" = weakref.WeakKeyDictionar
 
 
 def _known(module: nn.Module) -> Known:
-    """Return what is asked of a module in every step, and looked up once: the number of axes of
-    each parameter and buffer, and the function that puts weights and inputs into the memory layout
-    in which its convolutions run.
+    """Return cached properties of a module for its steps: the number of axes of each parameter and
+    buffer, and the function that converts weights and inputs to the memory layout of its
+    convolutions.
     """
     if module not in _KNOWN:
         axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -68,13 +70,13 @@ def _forward(
 
 
 def _drawing(rows: Rows) -> AbstractContextManager[Any]:
-    """Return the context in which a client's draws have their address."""
+    """Return the context that gives a client's draws their address."""
     return nullcontext() if rows.keys is None else Addressed(rows.keys[0], rows.start)
 
 
 def _channels_last(t: Tensor) -> Tensor:
-    # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for
-    # a single channel.
+    # A convolution selects its memory layout by strides, which `contiguous` does not change for a
+    # single channel.
     return t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else t
 
 

@@ -13,19 +13,19 @@ from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
-"""Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it
+"""Function from a slope at the outputs to the slope at the inputs, None if that is not needed; it
 also writes the leaves' slopes.
 """
 
 
 class Shares(NamedTuple):
-    """Hold how a norm takes the statistics of clients' batches.
+    """Hold the weights with which a norm computes the statistics of clients' batches.
 
     Args:
-        each: The share of each value of a channel in its client's mean, [C, B]; 0 at padding.
-        unbiased: What a mean square times that is an unbiased variance, [C, 1].
+        each: The share of each value of a channel in its client's mean, [C, B]; 0 for padding.
+        unbiased: Factor from a mean square to an unbiased variance, [C, 1].
         several: 1 for clients with several values of a channel and 0 for others, which use their
-            running statistics, [C, 1]; None where all have several.
+            running statistics, [C, 1]; None if all have several.
     """
 
     each: Tensor
@@ -35,12 +35,12 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a chunk that are examples, and the addresses of what the module draws.
+    """Hold the weights of a chunk's rows, and the addresses of the module's draws.
 
     Args:
-        weight: Weights [C, B], 0 at padding; None where there is none.
-        keys: Address of each client's draws, see `Addressed`; None where the module draws nothing.
-        start: Number of draws of code at the same address that runs before.
+        weight: Weights [C, B], 0 for padding; None if there is no padding.
+        keys: Address of each client's draws, see `Addressed`; None if the module draws nothing.
+        start: Number of earlier draws at the same address.
     """
 
     weight: Tensor | None = None
@@ -49,8 +49,8 @@ class Rows:
     _shares: dict[int, Shares] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, x: Tensor, places: int) -> Shares:
-        """Return the shares of norms of x [C, B, ...], in which an example has a channel's value in
-        this number of places; computed once for all norms.
+        """Return the shares for norms of x [C, B, ...] in which an example has this number of
+        values of a channel; computed once for all norms.
         """
         if places not in self._shares:
             real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight
@@ -66,12 +66,12 @@ class Rows:
 
 
 class Pass(NamedTuple):
-    """The result of running a module for a chunk of clients.
+    """Hold the result of running a module for a chunk of clients.
 
     Args:
-        outputs: Outputs [C, B, ...], or [C, S, B, ...] where lifted.
+        outputs: Outputs [C, B, ...], or [C, S, B, ...] if lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
-        back: The backward pass, to slopes at the inputs if these were wanted.
+        back: The backward pass; it returns slopes at the inputs if these were requested.
     """
 
     outputs: Tensor
@@ -80,13 +80,13 @@ class Pass(NamedTuple):
 
 
 class Through(NamedTuple):
-    """The result of running a whole model for a chunk of clients.
+    """Hold the result of running a whole model for a chunk of clients.
 
     Args:
-        outputs: Outputs [C, B, O], or [C, S, B, O] where lifted.
+        outputs: Outputs [C, B, O], or [C, S, B, O] if lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
         features: Inputs of the head; None if the model is not a `SplitModel`.
-        back: The backward pass from slopes at the outputs and, if a penalty reads them, slopes at
+        back: The backward pass from slopes at the outputs and, if a penalty needs them, slopes at
             the features.
     """
 
@@ -97,7 +97,7 @@ class Through(NamedTuple):
 
 
 class Passage(Protocol):
-    """The interface of a module that is ready to be run for a chunk of clients."""
+    """Define the interface of a module that is prepared to run for a chunk of clients."""
 
     def __call__(
         self,
@@ -111,13 +111,13 @@ class Passage(Protocol):
         """Return the outputs and the backward pass.
 
         Args:
-            leaves: Parameters by name, [C, *shape], or [C, S, *shape] where drawn.
-            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the wanted
-                slopes.
-            x: Inputs [C, B, ...], or [C, S, B, ...] where lifted.
+            leaves: Parameters by name, [C, *shape], or [C, S, *shape] if drawn.
+            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the
+                requested slopes.
+            x: Inputs [C, B, ...], or [C, S, B, ...] if lifted.
             lifted: Whether the inputs have an axis of draws.
-            through: Whether the slope at the inputs is wanted.
-            rows: Which rows are padding, and the addresses of draws.
+            through: Whether the slope at the inputs is requested.
+            rows: Weights of the rows, 0 for padding, and the addresses of draws.
         """
         ...
 
@@ -129,7 +129,7 @@ Kernel: TypeAlias = Callable[[nn.Module], Passage]
 def by_autograd(
     call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool, Rows], tuple[Tensor, bool]],
 ) -> Kernel:
-    """Make a kernel of a function that computes outputs only; the backward pass is autograd's."""
+    """Make a kernel from a function that computes outputs; autograd computes the backward pass."""
 
     def kernel(module: nn.Module) -> Passage:
         def passage(
@@ -174,8 +174,8 @@ def there_and_back(
     through: bool = False,
     rows: Rows = Rows(),
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return all that a passage gives: the outputs, and the slopes of the sum of their sines at
-    the leaves with these `names` and at the inputs.
+    """Return all results of a passage: the outputs, and the slopes of the sum of their sines at the
+    leaves with these `names` and at the inputs.
     """
     slopes = {name: torch.zeros_like(leaves[name]) for name in names}
     passed = passage(leaves, slopes, x, lifted, through, rows)
@@ -186,14 +186,14 @@ def there_and_back(
 
 
 class Network:
-    """A model under a kernel, with body and head run separately if it has them, so that draws of a
-    head share one pass through the body.
+    """Run a model with a kernel; body and head are run separately if it has them, so that draws of
+    a head share one pass through the body.
 
     Args:
         module: The model.
         kernel: Kernel that computes it for a chunk.
         still: Whether inputs and the body's leaves are the same in every call; the features are
-            then computed once, if no slopes of the body are wanted.
+            then computed once, unless slopes of the body are requested.
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""The plan of one phase for a chunk of clients: which clients train in which step, on which
-examples, with which noise.
+"""The plan of one phase for a chunk of clients: the clients that train in each step, their examples
+and their noise.
 
-Everything random is drawn here, from addresses; kernels only compute. Clients are ordered by
+All random numbers are drawn here, from addresses; kernels only compute. Clients are ordered by
 decreasing number of steps, so those still training in step t are a prefix of the chunk.
 """
 
@@ -27,7 +27,7 @@ from bayesfl.data import ClientData
 from bayesfl.data.split import all_finite
 
 DRAWS = 2**33
-"""Number of draws that are kept for one call of a model, the first half for its body."""
+"""Number of draws reserved for one call of a model, the first half for its body."""
 
 
 def passes(
@@ -38,12 +38,12 @@ def passes(
     Args:
         phase: The phase.
         ids: Clients [C].
-        given: What every client received, which has the number that `epochs` may name.
+        given: State that every client received, with the number that `epochs` may name.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
 
     Raises:
-        ValueError: The phase's function returns no whole number of at least 1.
+        ValueError: The phase's function does not return an integer of at least 1.
     """
     epochs = int(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
     if not callable(epochs):
@@ -54,13 +54,13 @@ def passes(
 
 
 class PhasePlan:
-    """The batches and the noise of one phase for a chunk of C clients.
+    """Draw the batches and the noise of one phase for a chunk of C clients.
 
     Args:
         phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
         ids: Clients [C]: their places in `split`, and in the addresses of their randomness.
-        given: What every client received, see `passes`.
+        given: State that every client received, see `passes`.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
         stage: Training (the default), fine-tuning or adaptation.
@@ -68,8 +68,8 @@ class PhasePlan:
         dtype: Precision of example weights and noise.
 
     Attributes:
-        ids: The clients by decreasing number of steps, those of as many in the order given.
-        order: Their places among the clients given, [C]; None where these are the same.
+        ids: The clients by decreasing number of steps; ties keep the given order.
+        order: Their places among the given clients, [C]; None if the order is unchanged.
         steps: Number of steps of each client, [C], not increasing.
         seconds: Seconds spent on `batches`, `noise` and `steps`; the kernels add the last.
     """
@@ -117,7 +117,7 @@ class PhasePlan:
         return self._split.augment is not None and not isinstance(self._phase, Once)
 
     def client(self, place: int) -> "PhasePlan":
-        """Return the same plan for the client at `place` alone; it shares the clock, and continues
+        """Return the same plan for only the client at `place`; it shares the clock, and continues
         to read the same noise.
         """
         one = PhasePlan.__new__(PhasePlan)
@@ -135,22 +135,20 @@ class PhasePlan:
         return one
 
     def rewind(self) -> None:
-        """Let the noise begin anew, for a phase that is run again from its start."""
+        """Restart the noise, for a phase that is run again from its start."""
         self.__dict__.pop("_generators", None)
         self._forwards = 0
 
     def draws(self, active: int) -> tuple[list[int], int]:
-        """Return the addresses of what the model itself draws in the phase, for the first `active`
-        clients, and how many draws the steps before may have made.
+        """Return the addresses of the model's own draws in the phase, for the first `active`
+        clients, and the maximum number of draws in earlier steps.
         """
         self._forwards += 1
         return self._forward_keys[:active], (self._forwards - 1) * DRAWS
 
     @property
     def examples(self) -> Inputs:
-        """Return as many rows of the data as the largest batch has, [N, ...], as they are before
-        augmentation.
-        """
+        """Return as many rows as the largest batch has, [N, ...], without augmentation."""
         most = int(self._counts.max())
         return self._split.take(self._split.index[: min(most, self._phase.batch_size or most)])
 
@@ -158,8 +156,8 @@ class PhasePlan:
         """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding
         has weight 0.
 
-        Inputs are augmented where the split does that, but for a `Once`, which measures and does
-        not train.
+        Inputs are augmented if the split has an augmentation, except for a `Once`, which measures
+        and does not train.
         """
         start = perf_counter()
         if self._phase.batch_size is None:
@@ -180,7 +178,7 @@ class PhasePlan:
 
     def noise(self, shapes: Mapping[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
         """Draw standard normals {block: [active, S, size]}; every client's generator is read block
-        after block.
+        by block.
         """
         if not shapes:
             return {}
@@ -198,7 +196,7 @@ class PhasePlan:
         """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every
         turn, with the batch that they share.
 
-        The batch is that of the clients which still train in the turn, a prefix of the chunk.
+        The batch contains the clients that still train in the turn, a prefix of the chunk.
         """
         if not isinstance(phase, Repeat):
             yield phase, None
@@ -211,11 +209,11 @@ class PhasePlan:
     def walk(
         self, phase: Phase, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
     ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
-        """Yield, for every step of a phase, how many clients are training, their examples and their
-        noise.
+        """Yield, for every step of a phase, the number of clients in training, their examples and
+        their noise.
 
         Args:
-            phase: The plan's own phase, or one inside the `Repeat` that this is the plan of.
+            phase: The plan's own phase, or one inside the plan's `Repeat`.
             shapes: {block: (S, size)} of the noise.
             batch: The batch of all steps of a phase inside a `Repeat`; None outside one.
         """
@@ -231,7 +229,9 @@ class PhasePlan:
 
     @cached_property
     def active(self) -> list[int]:
-        """Return how many clients still train in each step; they are a prefix of the chunk."""
+        """Return the number of clients that still train in each step; they are a prefix of the
+        chunk.
+        """
         return (self.steps > np.arange(self.steps.max())[:, None]).sum(1).tolist()
 
     @cached_property
@@ -267,8 +267,8 @@ class PhasePlan:
         return batch
 
     def _augmented(self, x: Inputs, counts: list[int], step: int) -> Inputs:
-        """Augment inputs [C, B, ...], of each client its own n rows alone; rows of padding repeat
-        the first of these.
+        """Augment inputs [C, B, ...], only each client's own n rows; padding repeats the first of
+        these.
         """
         augment, done = self._split.augment, []
         assert augment is not None

@@ -1,9 +1,9 @@
-"""A recording of what a module's forward calls: torch functions one after another, with the
-tensors and options that they are given, so that they can be run for many clients at once.
+"""A recording of a module's forward pass: a sequence of torch functions with their tensors and
+options, which can be run for many clients at once.
 
-The forward is run on a few rows and watched by a `TorchFunctionMode`, which holds in its own thread
-alone. It is run for one row and two in float64, and for three in float32: what grows with the rows
-or follows the precision is found by comparing the recordings.
+The forward pass is run on a few rows under a `TorchFunctionMode`, which applies only to its own
+thread. It is run for one row and for two in float64, and for three in float32: values that grow
+with the rows or follow the precision are found by comparing the recordings.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from bayesfl.base.inputs import Inputs, call, each, in_precision, named
 from bayesfl.models.weights import bound as at_weights
 
 ROWS = (2, 3)
-"""Numbers of rows on which forwards are recorded and compared, after one row alone."""
+"""Numbers of rows on which forward passes are recorded and compared, after one row."""
 _WIDTHS = (torch.float64, torch.float32)
 READS = {
     "__get__",
@@ -37,15 +37,15 @@ READS = {
     "size",
     "stride",
 }
-"""Functions that say of a tensor what does not depend on its numbers."""
+"""Functions that return properties of a tensor other than its numbers."""
 
 
 PRECISION = object()
-"""Stands for the precision of the run, which forwards ask of a tensor."""
+"""Placeholder for the run's precision, which forward passes read from a tensor."""
 
 
 class Given(NamedTuple):
-    """Stand for a tensor of the forward: an input, a leaf, or the result of a step."""
+    """Stand for a tensor of the forward pass: an input, a leaf, or the result of a step."""
 
     place: int
 
@@ -61,13 +61,13 @@ class Operation(NamedTuple):
 
     Args:
         function: The function.
-        args: Its arguments, nested as they were given, tensors as `Given`.
-        named: Those by name.
-        places: The places of the tensors in `args` and `named`, in their order.
+        args: Its arguments, nested as in the call, with tensors as `Given`.
+        named: Its keyword arguments.
+        places: The places of the tensors in `args` and `named`, in order.
         out: The place of its result.
-        piece: Which of several results it is; None for a function with one.
-        draw: How many draws the forward had made before, where the function makes one; else None.
-        live: Whether gradients go through it.
+        piece: Index of the result, if the function has several; None for a function with one.
+        draw: Number of earlier draws in the forward pass, if the function draws; otherwise None.
+        live: Whether gradients pass through it.
     """
 
     function: Callable[..., Any]
@@ -81,16 +81,16 @@ class Operation(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Hold the steps of a forward.
+    """Hold the steps of a forward pass.
 
     Args:
-        inputs: Number of tensors among the inputs, whose places are the first.
+        inputs: Number of tensors among the inputs, which have the first places.
         leaves: The places of the parameters and buffers that are used, by name.
-        constants: The places of other tensors, with these.
-        steps: The steps in their order.
+        constants: Other tensors, by their places.
+        steps: The steps in order.
         out: The place of the outputs.
         size: Number of places.
-        numbers: How many numbers all results have for one row.
+        numbers: Number of entries in all results for one row.
     """
 
     inputs: int
@@ -103,35 +103,35 @@ class Recording(NamedTuple):
 
 
 class Unrecordable(Exception):
-    """A forward does what no recording can repeat; its text says what, after "which "."""
+    """Raised when no recording can repeat a forward pass; its text continues "which "."""
 
 
 def recorded(module: nn.Module, x: Inputs) -> Recording:
-    """Record the forward of a module, which is in float32 afterwards, with its buffers as they
-    were.
+    """Record the forward pass of a module; afterwards the module is in float32, with its buffers
+    restored.
 
     Args:
-        module: The module in float64, in the mode in which it is to run.
-        x: Inputs in float64 of at least as many examples as the largest of `ROWS`.
+        module: The module in float64, in the mode in which it will run.
+        x: Inputs in float64 with at least as many examples as the largest of `ROWS`.
 
     Raises:
-        Unrecordable: Its control flow depends on the examples or their number, it calls what torch
-            does not show, or its draws are not one a function.
+        Unrecordable: Its control flow depends on the examples or their number, it calls something
+            that torch does not show, or one function makes several draws.
     """
     one, few = (_Recorder(module, x, rows).recording for rows in (1, ROWS[0]))
     if [step.function for step in one.steps] != [step.function for step in few.steps]:
-        raise Unrecordable("takes other steps for an example alone")
+        raise Unrecordable("takes other steps for a single example")
     more = _Recorder(module.float(), in_precision(x, torch.float32), ROWS[1]).recording
     return _needed(_merged(few, more))
 
 
 class _Recorder(TorchFunctionMode):
-    """Records one forward on the first `rows` examples."""
+    """Record one forward pass on the first `rows` examples."""
 
     def __init__(self, module: nn.Module, x: Inputs, rows: int) -> None:
         super().__init__()
         self._places: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # as long as they live, their ids are theirs alone
+        self._kept: list[Tensor] = []  # while they exist, no other tensor gets their ids
         self._steps: list[Operation] = []
         self._draws = 0
         self._constants: dict[int, Tensor] = {}
@@ -148,7 +148,7 @@ class _Recorder(TorchFunctionMode):
             with Addressed(rows) as self._drawing, self:
                 outputs = call(module, inputs)
         if self._drawing.drawn != self._draws:
-            raise Unrecordable("draws numbers that no function of its inputs makes")
+            raise Unrecordable("draws numbers outside torch functions of its inputs")
         if not isinstance(outputs, Tensor) or id(outputs) not in self._places:
             raise Unrecordable("returns no result of a torch function")
         self.recording = Recording(
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
                 return result
             raise Unrecordable(f"calls {name}, which reads the numbers of a tensor")
         if given is None:
-            return result  # of no tensor of the forward: a constant, where it is used
+            return result  # it involves no tensor of the forward pass: a constant, if used
         draws = self._drawing.drawn - drawn
         if draws > 1:
             raise Unrecordable(f"calls {name}, which draws several times")
@@ -196,23 +196,23 @@ class _Recorder(TorchFunctionMode):
         self._draws += draws
         for piece, t in enumerate(result) if several else [(None, result)]:
             if not isinstance(t, Tensor):
-                raise Unrecordable(f"calls {name}, which returns something beside tensors")
+                raise Unrecordable(f"calls {name}, which returns something other than tensors")
             place = self._place(t, len(self._kept))
             self._steps.append(step._replace(out=place, piece=piece, live=t.requires_grad))
         return result
 
     def _place(self, t: Tensor, place: int) -> int:
-        """Give a tensor a place; one that was written into has a new one from here on."""
+        """Assign a place to a tensor; a tensor that was modified in place gets a new one."""
         self._places[id(t)] = place
         self._kept.append(t)
         return place
 
     def _counts(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a norm counts its batches, which no federation reads."""
+        """Return whether a norm counts its batches; no federation reads this counter."""
         return (self._names.get(id(args[0]), "") if args else "").endswith("num_batches_tracked")
 
     def _told(self, value: Any, places: list[int]) -> Any:
-        """Return arguments with `Given` for their tensors, whose places are added."""
+        """Return arguments with `Given` for their tensors, and append the tensors' places."""
         if isinstance(value, Tensor):
             if id(value) not in self._places:
                 name = self._names.get(id(value))
@@ -220,7 +220,7 @@ class _Recorder(TorchFunctionMode):
                 if name is not None:
                     self._used[name] = place
                 elif value.requires_grad:
-                    raise Unrecordable("calls what is no torch function, as a Function of its own")
+                    raise Unrecordable("calls something other than torch functions, as a Function")
                 else:
                     self._constants[place] = value.detach()
             places.append(self._places[id(value)])
@@ -256,8 +256,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def filled(value: Any, tensors: Iterator[Any], rows: int, precision: Any) -> Any:
-    """Return a step's arguments with the next of the tensors for each `Given`, with numbers for
-    `Times`, of clients that have `rows` rows, and with the precision for `PRECISION`.
+    """Return a step's arguments: the next of the tensors for each `Given`, numbers for `Times` with
+    `rows` rows for each client, and the precision for `PRECISION`.
     """
     if isinstance(value, Given):
         return next(tensors)
@@ -269,8 +269,8 @@ def filled(value: Any, tensors: Iterator[Any], rows: int, precision: Any) -> Any
 
 
 def _merged(one: Recording, other: Recording) -> Recording:
-    """Return the recording of any number of rows, in any precision, that gives those of `ROWS`, the
-    first in float64 and the second in float32.
+    """Merge the recordings for `ROWS`, the first in float64 and the second in float32, into one for
+    any number of rows and any precision.
     """
     mine, theirs = (
         [(step.function, *step[3:]) for step in recording.steps] for recording in (one, other)
@@ -285,8 +285,8 @@ def _merged(one: Recording, other: Recording) -> Recording:
 
 
 def _joint(one: Any, other: Any) -> Any:
-    """Return arguments that stand in two recordings, numbers that grow with the rows as `Times`,
-    and the precision as `PRECISION`.
+    """Merge the arguments of two recordings: numbers that grow with the rows become `Times`, and
+    the precision `PRECISION`.
     """
     mine, theirs = _parts(one), _parts(other)
     if type(one) is not type(other) or len(mine) != len(theirs):
@@ -305,9 +305,7 @@ def _joint(one: Any, other: Any) -> Any:
 
 
 def _needed(recording: Recording) -> Recording:
-    """Return a recording without steps whose results nobody reads, norms that follow their
-    batches excepted.
-    """
+    """Return a recording without unused steps, except norms that track batches."""
     read, steps = {recording.out}, []
     for step in reversed(recording.steps):
         if step.out in read or (step.function is nn.functional.batch_norm):
@@ -317,9 +315,7 @@ def _needed(recording: Recording) -> Recording:
 
 
 def _pooled_first(steps: list[Operation], out: int) -> tuple[Operation, ...]:
-    """Let a max pooling go before a ReLU, with which it commutes: the same function with less
-    work.
-    """
+    """Move a max pooling before a ReLU, with which it commutes, to reduce the work."""
     readers = [place for step in steps for place in step.places] + [out]
     of = {step.out: i for i, step in enumerate(steps)}
     for i, pool in enumerate(steps):
@@ -340,11 +336,11 @@ _RELUS = (nn.functional.relu, torch.relu, Tensor.relu)
 
 
 def bound(function: Callable[..., Any], step: Operation) -> tuple[Any, ...]:
-    """Return a step's arguments in the order in which a rule for its function names them, with
-    the rule's own defaults.
+    """Return a step's arguments in the order of the parameters of the rule for its function, with
+    the rule's defaults.
 
     Raises:
-        TypeError: The rule does not know one.
+        TypeError: The rule does not have one of the arguments.
     """
     call = inspect.signature(function).bind(None, *step.args, **step.named)
     call.apply_defaults()

@@ -1,5 +1,5 @@
 """The reference kernel, which runs pure steps, one client after another, without padding. It is
-slow, and simple enough to check by eye.
+slow, and simple enough to verify by reading.
 """
 
 import torch

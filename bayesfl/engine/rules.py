@@ -1,11 +1,11 @@
 """Rules that compute a torch function for all clients of a chunk at once, and its backward pass.
 
-A rule is called as the function is, with a `Call` before its arguments and with tensors that have
-an axis of clients in front, [C, B, ...] for inputs and [C, ...] for parameters; it returns the
-result and a function from the slope at it to the slopes at its tensors. No graph is built: on small
-layers autograd costs as much as the products
+A rule is called like the function, with a `Call` before its arguments and with tensors that have an
+axis of clients in front, [C, B, ...] for inputs and [C, ...] for parameters. It returns the result
+and a function from the slope at the result to the slopes at its tensors. No graph is built: for
+small layers autograd costs as much as the products
 (docs/decisions/0004-layer-rules-go-back-by-hand.md). A function without a rule is batched by
-torch.func, and autograd goes back through it alone.
+torch.func, and autograd differentiates only that function.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 
 
 class Call(NamedTuple):
-    """Say how a rule is called.
+    """Describe a call of a rule.
 
     Args:
-        wanted: For each tensor among the arguments, whether a slope at it is wanted.
-        into: For each, the buffer in which its slope may be written; None where there is none.
+        wanted: For each tensor among the arguments, whether a slope at it is needed.
+        into: For each, the buffer into which its slope may be written; None for no buffer.
         lifted: For each, whether it has an axis of draws after that of the clients.
         rows: The clients' rows, and the addresses of their draws.
-        draw: How many random numbers' draws the forward has made before; None for a function that
-            makes none.
-        draws: How many draws of weights the forward is run for.
+        draw: Number of earlier random draws in the forward pass; None for a function without
+            draws.
+        draws: Number of draws of weights for which the forward pass is run.
     """
 
     wanted: tuple[bool, ...]
@@ -60,7 +60,7 @@ def linear(
     lead, shape = x.shape[:-1], weight.shape
     # Every case is one batched matrix product. If only the weights have S draws, these count as S *
     # o outputs; if only the inputs have draws, as S times the rows; if both have draws, the batch
-    # holds C * S products.
+    # has C * S products.
     both, wide = drawn and lifted, drawn and not lifted
     if both:
         x, weight = x.flatten(0, 1), weight.flatten(0, 1)
@@ -124,8 +124,8 @@ def _convolved(
     *,
     grouped: bool,
 ) -> tuple[Tensor, Backward]:
-    """Convolve for one client after another, which is faster on a CPU, or for all at once,
-    grouped.
+    """Convolve for one client after another, which is faster on a CPU, or for all at once, with
+    groups.
     """
     clients, batch = x.shape[:2]
     axes = x.dim() - 3
@@ -190,10 +190,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Backward]:
-    """Compute `F.batch_norm`: of every client by the rows of its own batch, padding left out; of a
-    client with one value for each channel, and outside training, by the running statistics.
+    """Compute `F.batch_norm`: for every client from the rows of its own batch without padding; from
+    the running statistics outside training, and for a client with one value for each channel.
 
-    New statistics are written where the old ones stand, as often as there are draws of weights.
+    New statistics overwrite the old ones, as many times as there are draws of weights.
     """
     statistics = running_mean, running_var
     found, back, new = _normed(call.rows, x, *statistics, weight, bias, training, eps)
@@ -214,8 +214,8 @@ def batch_norm_at_draws(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Backward]:
-    """Compute the same where tensors have draws; the running statistics, [C, F] or [C, M, F] of M
-    copies, follow those of one draw after another.
+    """Compute the same if tensors have draws; the running statistics, [C, F] or [C, M, F] for M
+    copies, are updated with one draw after another.
     """
     draws, clients = call.draws, len(x)
     copies = [
@@ -262,7 +262,7 @@ def _normed(
     eps: float,
 ) -> tuple[Tensor, Backward, Sequence[tuple[Tensor, Tensor | None]]]:
     """Return x [N, B, F, ...] normalised for each client and channel, the backward pass, and new
-    statistics [N, F] with who has them, as `Shares.several`; none outside training.
+    statistics [N, F] with the mask `Shares.several`; no statistics outside training.
     """
     flat = x.flatten(3) if x.dim() > 3 else x
     places = flat.shape[3] if flat.dim() == 4 else 1
@@ -270,7 +270,7 @@ def _normed(
     def total(t: Tensor) -> Tensor:  # [N, B, F]
         return t if t.dim() == 3 else t.sum(3)
 
-    def wide(t: Tensor) -> Tensor:  # of [N, F], as it broadcasts against x
+    def wide(t: Tensor) -> Tensor:  # [N, F], shaped to broadcast against x
         return t.unsqueeze(1) if flat.dim() == 3 else t[:, None, :, None]
 
     def of_batch(t: Tensor, shares: Shares, old: Tensor) -> Tensor:
@@ -383,8 +383,8 @@ def _by_affine(
 
 
 def _over(t: Tensor, like: Tensor) -> Tensor:
-    """Return a client's tensor [C, ...] with axes of size 1 after the first, as many as `like` has
-    more.
+    """Return a client's tensor [C, ...] with axes of size 1 inserted after the first, until it has
+    as many axes as `like`.
     """
     return t.view(len(t), *[1] * (like.dim() - t.dim()), *t.shape[1:])
 
@@ -399,12 +399,12 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> tuple[Tensor, Backward]:
-    """Compute `F.embedding`: rows of every client's own table."""
+    """Compute `F.embedding`: rows of each client's own table."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise NotImplementedError("embeddings with max_norm, scale_grad_by_freq or sparse")
     clients, entries, width = weight.shape
-    if int(x.min()) < 0 or int(x.max()) >= entries:  # which would be rows of another client
-        raise IndexError("index out of range in self")  # as torch says
+    if int(x.min()) < 0 or int(x.max()) >= entries:  # these would be rows of another client
+        raise IndexError("index out of range in self")  # torch's own message
     first = torch.arange(0, clients * entries, entries, device=x.device)
     places = (x + first.view(-1, *[1] * (x.dim() - 1))).flatten()
     outputs = weight.reshape(-1, width).index_select(0, places).view(*x.shape, width)
@@ -422,8 +422,8 @@ def embedding(
 def dropout(
     call: Call, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, Backward]:
-    """Compute `F.dropout` with the draws that each client makes at its own address; its draws of
-    weights share them.
+    """Compute `F.dropout` with the draws at each client's own address; its draws of weights share
+    the mask.
     """
     return _dropped(call, x, p, training, x.shape[2 + call.lifted[0] :])
 
@@ -431,7 +431,7 @@ def dropout(
 def feature_dropout(
     call: Call, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, Backward]:
-    """Compute `F.dropout1d`, `F.dropout2d` or `F.dropout3d`, which leave out whole channels."""
+    """Compute `F.dropout1d`, `F.dropout2d` or `F.dropout3d`, which drop whole channels."""
     channels, *places = x.shape[2 + call.lifted[0] :]
     return _dropped(call, x, p, training, (channels, *[1] * len(places)))
 
@@ -489,10 +489,10 @@ def max_pool2d(
 
 def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Take maxima over windows of 2 x 2 that do not overlap, first along rows, then along columns:
-    on a CPU much faster than torch's.
+    on a CPU much faster than torch's function.
 
-    Returns the maxima and a function that gives their places in [H, W]; of equal values the first
-    in reading order is taken, as in torch.
+    Returns the maxima and a function that returns their places in [H, W]; among equal values the
+    first in reading order is selected, as in torch.
     """
     height, width = x.shape[-2:]
     left, right = x[..., : height // 2 * 2, 0 : width // 2 * 2 : 2], x[..., : height // 2 * 2, 1::2]
@@ -502,7 +502,7 @@ def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     def places() -> Tensor:
         second, lower = left < right, top < bottom
         above, below = second[..., 0::2, :], second[..., 1::2, :]
-        across = above ^ ((above ^ below) & lower)  # as torch.where, which is slow for bools
+        across = above ^ ((above ^ below) & lower)  # torch.where is slow for bools
         corner = torch.arange(0, height - 1, 2, device=x.device).unsqueeze(
             -1
         ) * width + torch.arange(0, width - 1, 2, device=x.device)
@@ -535,8 +535,8 @@ def cat(call: Call, tensors: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, Ba
 def _elementwise(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor], *, by_output: bool = False
 ) -> Rule:
-    """Return the rule of a function of single numbers, whose backward pass takes the slope, the
-    input (or the output) and the function's options; arguments are those of `forward`.
+    """Return the rule of an elementwise function, whose backward pass needs the slope, the input
+    (or the output) and the function's options; arguments are those of `forward`.
     """
 
     @wraps(forward)
@@ -549,7 +549,7 @@ def _elementwise(
 
 
 def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes]) -> Rule:
-    """Return the rule of a function of two tensors that are broadcast, or of one and a number.
+    """Return the rule of a function of two tensors that broadcast, or of a tensor and a number.
 
     Args:
         function: The function.
@@ -579,8 +579,8 @@ def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes])
 
 
 def batched(step: Operation) -> Rule:
-    """Return the rule of any function without draws: torch.func batches it, and autograd goes back
-    through it alone.
+    """Return the rule of any function without draws: torch.func batches it, and autograd
+    differentiates only that function.
     """
     function = _out_of_place(step.function)
 
@@ -613,7 +613,7 @@ def batched(step: Operation) -> Rule:
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that computes what one does that writes into its first argument."""
+    """Return the out-of-place variant of a function that modifies its first argument."""
     name = getattr(function, "__name__", "")
     if name.startswith("__i") and name.endswith("__"):
         name = f"__{name[3:]}"
@@ -625,7 +625,7 @@ def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pooling(function: Callable[..., Tensor]) -> Rule:
-    """Return the rule of a function that takes one axis of examples, by autograd."""
+    """Return the rule of a function with one axis of examples, with autograd."""
 
     def rule(call: Call, x: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Backward]:
         with torch.enable_grad():
@@ -637,22 +637,22 @@ def _pooling(function: Callable[..., Tensor]) -> Rule:
 
 
 def _spread(t: Tensor, has: bool, draws: int) -> Tensor:
-    """Return [C, S, ...] as a chunk of C * S clients; a tensor without an axis of draws is repeated
-    first.
+    """Reshape [C, S, ...] to a chunk of C * S clients; a tensor without an axis of draws is
+    repeated first.
     """
     return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
 
 
 def _gathered(t: Tensor, has: bool, draws: int) -> Tensor:
-    """Return slopes of a chunk of C * S clients as [C, S, ...]; for tensors that were repeated, the
-    sum over draws.
+    """Reshape slopes of a chunk of C * S clients to [C, S, ...]; for tensors that were repeated,
+    return the sum over draws.
     """
     t = t.unflatten(0, (-1, draws))
     return t if has else t.sum(1)
 
 
 def at_draws(rule: Rule) -> Rule:
-    """Return a rule for tensors of which some have an axis of draws: it counts the draws of C
+    """Return a rule for tensors some of which have an axis of draws: it treats the draws of C
     clients as C * S clients.
     """
 
@@ -737,12 +737,12 @@ RULES: dict[Callable[..., Any], Rule] = {
     Tensor.__rsub__: _pair(lambda a, b: torch.sub(b, a), lambda slope, a, b: [-slope, slope]),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.mul_, Tensor.__imul__), MULTIPLY),
 }
-"""The rules by function; others are `batched`."""
+"""The rules by function; other functions are `batched`."""
 LIFTING: dict[Rule, Rule] = {
     batch_norm: batch_norm_at_draws,
     **{rule: rule for rule in (linear, dropout, feature_dropout)},
     **{rule: rule for rule in RULES.values() if hasattr(rule, "__wrapped__")},
 }
-"""Rules for tensors of which some have an axis of draws, by the rules without; of others, see
+"""Rules for tensors some of which have an axis of draws, by the rule without draws; for others see
 `at_draws`.
 """

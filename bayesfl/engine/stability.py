@@ -1,17 +1,17 @@
-"""A look at whether a client's full-batch steps on a head, tied to a centre, are stable, and at
-what its body gives them.
+"""A check whether a client's full-batch steps on a head with a Gaussian prior around a centre are
+stable, and whether its body gives informative features.
 
-On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and
+On a quadratic of curvature lambda, with a prior of precision k, a step of SGD with rate r and
 momentum m is a linear map, which contracts if and only if
 
     r (lambda + k) < 2 (1 + m),
-    r lambda < (1 + m) (2 + r k / (1 - m))    where the tie is solved after the step (`prox`).
+    r lambda < (1 + m) (2 + r k / (1 - m))    if the prior is solved after the step (`prox`).
 
-Beyond that a head oscillates or diverges, and a body trained against it, too: losses stay finite,
-since the softmax saturates, and accuracy is lost without an error. lambda is the largest eigenvalue
-of the Hessian, in a linear head's weights, of the loss at the beliefs' means, by power iteration,
-and of the generalised Gauss-Newton matrix for a head of several layers; where a belief draws, the
-loss is an expectation over draws, whose curvature is near that and not equal to it.
+Beyond this bound a head oscillates or diverges, and so does a body trained against it: losses stay
+finite, because the softmax saturates, and accuracy is lost without an error. lambda is the largest
+eigenvalue of the Hessian of the loss at the posterior means in a linear head's weights, by power
+iteration, and of the generalised Gauss-Newton matrix for a head of several layers. For a posterior
+with draws, the loss is an expectation over draws, whose curvature is close to that but not equal.
 
 References:
     Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit
@@ -38,16 +38,14 @@ from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at, rate_limit
 
 ITERATIONS = 20
-"""Steps of the power iteration, each about as dear as one client's step on the head."""
+"""Steps of the power iteration; each costs about as much as one client's step on the head."""
 
 
 CONSTANT = 0.9
-"""Share of features that are the same for all examples from which on a body is called dead."""
+"""Share of features with the same value for all examples, above which a body counts as dead."""
 
 ENOUGH_EXAMPLES = 10
-"""Number of examples from which on features that are the same for all of them say something about a
-body.
-"""
+"""Minimum number of examples for the check of constant features."""
 
 _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
@@ -55,13 +53,13 @@ _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 def watch(
     algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, batch: Batch, who: str
 ) -> dict[str, str]:
-    """Return whether a body is dead or a phase's steps on a head are unstable, as a method's
-    `watch`; nothing for phases of another kind.
+    """Return a warning if a body is dead or a phase's steps on a head are unstable, as a method's
+    `watch`; empty for phases of another kind.
 
     Args:
-        algorithm: The algorithm that has the phase.
+        algorithm: The algorithm with the phase.
         phase: A phase.
-        given: What every client received this round.
+        given: State that every client received this round.
         view: The client's view at the start of the phase.
         batch: All of the client's examples.
         who: The client, for the message.
@@ -76,8 +74,8 @@ def watch(
 
 
 def is_due(round: int) -> bool:
-    """Return whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number
-    of rounds done before.
+    """Return whether a round is checked: the 1st, 2nd, 4th, 8th and so on; `round` is the number of
+    rounds done before.
     """
     return round & (round + 1) == 0
 
@@ -85,11 +83,11 @@ def is_due(round: int) -> bool:
 def if_unstable(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
 ) -> str:
-    """Say, with what fits, if a phase's steps on a head are unstable at the client's weights, see
-    `watch` for the arguments; '' if they are stable.
+    """Return a warning and a remedy if a phase's steps on a head are unstable at the client's
+    weights, '' if they are stable; see `watch` for the arguments.
 
-    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate,
-    and, where this rate leaves room for one beside the data's curvature, a weaker tie.
+    Only this round's rate is checked if it follows a schedule. The remedy is a lower rate or, if
+    this rate leaves room for one in addition to the data's curvature, a smaller prior precision.
     """
     (name,) = phase.blocks
     scale, weight = phase.energy.scales(view["n"])
@@ -97,7 +95,7 @@ def if_unstable(
     precision = float((weight / prior.variance(given, view)).max())
     try:
         curvature = float(scale * largest(algorithm, phase, given, view, batch))
-    except (TypeError, ValueError):  # of a likelihood or outputs without a curvature
+    except (TypeError, ValueError):  # the likelihood or the outputs have no known curvature
         return ""
     assert isinstance(phase.optimiser, SGD)
     rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
@@ -105,32 +103,32 @@ def if_unstable(
     most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return ""
-    # Room for the tie's precision beside the data's curvature; under `prox` there is none, as a
-    # stronger tie helps.
+    # Room for the prior precision in addition to the data's curvature; under `prox` there is none,
+    # because a larger prior precision helps.
     room = 2 * (1 + momentum) / rate - curvature
     tie = (
-        f", or a tie below {room:.3g}, a prior scale above "
+        f", or a prior precision below {room:.3g}, a prior scale above "
         f"{(float(weight) / room) ** 0.5:.3g}{_TIES}"
         if room > 0
         else ""
     )
     return (
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate "
-        f"{rate:g} and these weights the loss has curvature {curvature:.3g} beside the tie's "
-        f"{precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
-        f"pfedvem{tie}"
+        f"{rate:g} and these weights the loss has curvature {curvature:.3g} in addition to the "
+        f"prior precision {precision:.3g}; use a rate below {most:.3g} in head_optimiser of "
+        f"pfedmap and pfedvem{tie}"
     )
 
 
 def if_dead(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
 ) -> str:
-    """Say if most features are the same for all of a client's examples, as those of units that are
-    never active; '' if they are not.
+    """Return a warning if most features are the same for all of a client's examples, as for units
+    that are never active; '' otherwise.
 
-    Large first steps on a head of large weights or wide beliefs may kill a body's units, which no
-    later step trains; see `watch` for the arguments. Models that are all head, and clients of fewer
-    than `ENOUGH_EXAMPLES` examples are not looked at.
+    Large first steps on a head with large weights or wide posteriors may make a body's units
+    inactive, and no later step trains these; see `watch` for the arguments. Models without a body,
+    and clients with fewer than `ENOUGH_EXAMPLES` examples, are not checked.
     """
     if not has_body(algorithm.model):
         return ""
@@ -144,15 +142,15 @@ def if_dead(
         return ""
     return (
         f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
-        f"all examples of {who}, as of units that are dead and train no more, or of inputs "
-        "that do not vary; begin with a smaller init_scale, where the method has one, or a "
-        "lower rate of body_optimiser"
+        f"all examples of {who}, because units are dead and train no more, or because inputs "
+        "do not vary; start with a smaller init_scale, if the method has one, or a lower rate of "
+        "body_optimiser"
     )
 
 
 def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:
-    """Return whether a phase takes full-batch steps of SGD on a head alone, of torch's layers one
-    after the other, under a Normal prior.
+    """Return whether a phase takes full-batch steps of SGD on a head only, made of a sequence of
+    torch's layers, under a Normal prior.
     """
     if (
         not by_algebra(phase)
@@ -175,7 +173,7 @@ def largest(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch
 ) -> Tensor:
     """Compute the largest eigenvalue of the curvature of a phase's weighted mean loss in its one
-    block, at the means of all beliefs.
+    block, at the means of all posteriors.
 
     Raises:
         TypeError: The curvature of the likelihood is not known.
@@ -188,7 +186,7 @@ def largest(
         features = call(network.body, batch["x"])
         if isinstance(likelihood, Categorical | Bernoulli):
             shares = shares * likelihood.times(network.head(features), batch["y"])
-            likelihood = type(likelihood)()  # whose curvature, times these, is that of the loss
+            likelihood = type(likelihood)()  # its curvature, scaled by these, is the loss's
     names = [leaf.removeprefix("head.") for leaf in algorithm.layout(phase.blocks[0]).names]
     layout = Layout(algorithm.model.get_submodule("head"), tuple(names))
     curvature = Curvature(network.head, likelihood, pattern=layout)

@@ -1,4 +1,4 @@
-"""The vmap kernel, which runs any module, and any pure phase, for a chunk of clients by
+"""The vmap kernel, which runs any module, and any pure phase, for a chunk of clients with
 torch.func.
 """
 
@@ -21,19 +21,19 @@ from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.weights import call_at
 
 _BATCHES: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-"""Whether torch.func turned out to batch a module, and to compute its gradients."""
+"""Whether torch.func has batched a module successfully, including its gradients."""
 
 
 def can_batch(module: nn.Module) -> bool:
-    """Return whether torch.func can batch the module, as far as is known: no layer has to run
-    alone, and it has not failed before.
+    """Return whether torch.func can batch the module, as far as is known: no layer must run
+    separately, and it has not failed before.
     """
     return _BATCHES.get(module, True) and not any(_alone(part) for part in module.modules())
 
 
 def _alone(part: nn.Module) -> bool:
-    """Return whether a layer cannot be batched, or would compute something else then: recurrent
-    ones, embeddings' options, gradient hooks.
+    """Return whether a layer cannot be batched, or would then give other results: recurrent layers,
+    some options of embeddings, gradient hooks.
     """
     embeds = isinstance(part, nn.Embedding) and (
         part.padding_idx is not None or part.scale_grad_by_freq
@@ -46,8 +46,8 @@ def _alone(part: nn.Module) -> bool:
 
 
 def failed(module: nn.Module, error: RuntimeError) -> bool:
-    """Return whether an error is that torch.func cannot batch the module, as when its control flow
-    depends on data; then remember it.
+    """Return whether an error means that torch.func cannot batch the module, for example because
+    its control flow depends on data; store the result.
     """
     words = (
         "vmap",
@@ -64,7 +64,7 @@ def failed(module: nn.Module, error: RuntimeError) -> bool:
 
 
 def refuse(module: nn.Module) -> None:
-    """Raise ValueError, naming the submodule, if torch.func cannot batch the module."""
+    """Raise ValueError with the submodule's name if torch.func cannot batch the module."""
     for name, part in module.named_modules():
         if not can_batch(part) and not any(True for _ in part.children()):
             raise ValueError(
@@ -91,7 +91,7 @@ def _forward(
 
 
 def kernel(module: nn.Module) -> Passage:
-    """Return the passage of a chunk, whose first gradients are compared with those of `live`."""
+    """Return the passage of a chunk; its first gradients are compared with those of `live`."""
     batched = by_autograd(_forward)(module)
 
     def passage(
@@ -103,7 +103,7 @@ def kernel(module: nn.Module) -> Passage:
         rows: Rows = Rows(),
     ) -> Pass:
         if slopes and module not in _BATCHES:
-            # At other weights than the module's own, which a backward pass may read instead.
+            # At other weights than the module's own, which a backward pass might read instead.
             apart = {
                 name: t[:1] * 1.5 if t.is_floating_point() else t[:1] for name, t in leaves.items()
             }
@@ -117,9 +117,9 @@ def kernel(module: nn.Module) -> Passage:
             )
             if other := [name for name, t in theirs.items() if (mine[name] - t).norm() > most]:
                 raise RuntimeError(
-                    f"torch.func computes other gradients of {other[:3]} than autograd, as where a "
-                    "backward pass reads a layer, or a tensor has a hook of gradients; use "
-                    "kernel='live' or 'auto'"
+                    f"torch.func computes other gradients of {other[:3]} than autograd, for "
+                    "example because a backward pass reads a layer, or a tensor has a gradient "
+                    "hook; use kernel='live' or 'auto'"
                 )
             _BATCHES[module] = True
         return batched(leaves, slopes, x, lifted, through, rows)
@@ -140,15 +140,14 @@ def run(
     """Run any pure phase for a chunk of clients, step by step over those still training.
 
     Args:
-        algorithm: The algorithm that has the phase.
+        algorithm: The algorithm with the phase.
         phase: The phase; the state that its steps carry must be a nest of tensors, numbers and
-            None, of one form in all steps.
+            None, with the same structure in all steps.
         given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
-        losses: (algorithm, parts, views, batch) -> the losses of the chunk that a `Once` with
-            `losses` reads.
+        losses: (algorithm, parts, views, batch) -> the chunk's losses, for a `Once` with `losses`.
     """
     forms: list[tuple[Any, list[bool]]] = []
 

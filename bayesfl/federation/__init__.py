@@ -1,3 +1,1 @@
-"""The federation: what is sent, which replies are admitted, how the server combines them, and how
-runs are stored.
-"""
+"""The federation: messages, admission of replies, the server's updates, and stored runs."""

@@ -45,13 +45,13 @@ class BadClients(RuntimeError):
 
 
 class FailedSurvey(RuntimeError):
-    """An error raised when a question of a survey over a network has fewer answers than the survey
-    needs, so that it begins again, or is given up.
+    """Raised when a question of a survey over a network has fewer answers than the survey needs;
+    the survey then starts again, or is abandoned.
     """
 
 
 class FailedRound(RuntimeError):
-    """Raised when a round gives no new state of the server.
+    """Raised when a round does not produce a new state of the server.
 
     Args:
         message: The reason.
@@ -66,7 +66,7 @@ class FailedRound(RuntimeError):
         ...     bf.simulate(method, clients, rounds=1, admission=rules, faults=plan)
         ... except RuntimeError as error:
         ...     print(error)
-        round 1 comes to 0 replies and needs 2 (min_clients)
+        round 1 has 0 replies and needs 2 (min_clients)
     """
 
     def __init__(self, message: str, **row: float) -> None:
@@ -75,14 +75,12 @@ class FailedRound(RuntimeError):
 
 
 class SmallCohort(FailedRound):
-    """An error raised when fewer clients were drawn than a round needs; nobody is asked, and
-    another attempt would draw the same cohort.
+    """Raised when fewer clients were drawn than a round needs; no client is asked, because another
+    attempt would draw the same cohort.
     """
 
 
 def called(client: int, names: Sequence[str]) -> str:
-    """Return how a person calls a client: by its number and, where it has one that says more, its
-    name.
-    """
+    """Return a client's number for messages and, if it has a distinctive name, also the name."""
     plain = not names or names[client] in ("", str(client), f"client {client}")
     return f"client {client}" if plain else f"client {client} ({names[client]!r})"

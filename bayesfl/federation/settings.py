@@ -1,5 +1,5 @@
-"""The settings of a run, among them who takes part in a round, and the names of its floating-point
-types.
+"""The settings of a run, including the rule for drawing cohorts, and the names of its
+floating-point types.
 """
 
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 def check_precision(name: str, dtype: torch.dtype) -> None:
     """Check that methods can be trained in a dtype.
 
-    Half precision is refused: in it, torch's fused SGD computes wrong steps on a CPU, and numbers
-    of examples above a few hundred are rounded.
+    Half precision raises an error: in it, torch's fused SGD computes wrong steps on a CPU, and
+    numbers of examples above a few hundred are rounded.
 
     Raises:
-        ValueError: It is neither `torch.float32` nor `torch.float64`.
+        ValueError: The dtype is neither `torch.float32` nor `torch.float64`.
     """
     if dtype not in DTYPES.values():
         raise ValueError(
-            f"{name} must be torch.float32 or torch.float64, got {dtype!r}; half precision learns "
-            "nothing here: train in float32, and convert the trained model"
+            f"{name} must be torch.float32 or torch.float64, got {dtype!r}; training in half "
+            "precision fails here: train in float32, and convert the trained model"
         )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as `float32`, which is its key in `DTYPES`."""
+    """Return the name of a dtype, such as `float32`, the key in `DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 OPEN = "plain"
-"""The name of the aggregation in which the server sees every uplink."""
+"""Name of the aggregation with which the server sees every uplink."""
 
 
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
@@ -55,21 +55,22 @@ Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 @dataclass(frozen=True)
 @declared
 class Settings:
-    """The settings of a run; a resumed run shares all but `rounds` and `evaluate_every` with the
-    run that it continues.
+    """Hold the settings of a run; a resumed run has the same ones, except `rounds` and
+    `evaluate_every`.
 
     Args:
-        rounds: Number of rounds in all; learning-rate schedules depend on it. 0 only where a
-            deployment trains nothing.
+        rounds: Number of rounds in all; learning-rate schedules depend on it. 0 only for a
+            deployment that trains nothing.
         participation: Expected share of the clients in a cohort, in (0, 1].
         sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients.
             `bernoulli`: each client with that probability, given that at least min(2, J) are drawn.
-            `poisson`: each client with that probability, unconditionally, which only
-            `ClientPrivacy` does, from its secret.
-        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered.
+            `poisson`: each client with that probability, unconditionally; only `ClientPrivacy` uses
+            it, with its secret.
+        train: Which clients train: the `cohort`, or `all`, with only the cohort gathered.
         seed: Seed of all random draws.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
-        aggregation: How uplinks are added up, in words; by default the server sees every uplink.
+        aggregation: Description of how uplinks are added up; by default the server sees every
+            uplink.
     """
 
     rounds: Natural
@@ -81,15 +82,16 @@ class Settings:
     aggregation: str = OPEN
 
     def check_goes_on(self, saved: "Settings", done: int, **fixed: tuple[Any, Any]) -> None:
-        """Check that a run can go on under these settings after `done` rounds under others.
+        """Check that a run can continue under these settings after `done` rounds under others.
 
         Args:
-            saved: The settings before, of which `rounds` and `evaluate_every` may change.
+            saved: The earlier settings; `rounds` and `evaluate_every` may change.
             done: Number of rounds done.
-            fixed: What else must stay, as it was and as it is now.
+            fixed: Further values that must not change, as (earlier, present).
 
         Raises:
-            ValueError: Another setting has changed, or fewer rounds are wanted than are done.
+            ValueError: Another setting has changed, or `rounds` is less than the number of rounds
+                done.
         """
         if self.rounds < done:
             raise ValueError(
@@ -99,24 +101,24 @@ class Settings:
         then, now = ({name: both[at] for name, both in fixed.items()} for at in (0, 1))
         if apart := differences(vars(saved) | free | then, vars(self) | now):
             raise ValueError(
-                f"a run that goes on keeps its settings, {in_words(apart)}; pass the saved ones, "
-                "or begin another run, in another folder"
+                f"a continued run keeps its settings, {in_words(apart)}; pass the saved ones, or "
+                "start another run, in another folder"
             )
 
     def fixed_size(self, clients: int) -> int:
-        """Return the number of clients in a cohort of fixed size, of `clients` clients."""
+        """Return the number of clients in a cohort of fixed size, from `clients` clients."""
         return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
 
     def largest(self, clients: int) -> int:
-        """Return the largest possible number of clients in a cohort, of `clients` clients."""
+        """Return the maximum number of clients in a cohort, from `clients` clients."""
         return self.fixed_size(clients) if self.sampling == "fixed" else clients
 
     def cohort(self, clients: int, round: int) -> np.ndarray:
         """Draw the ids of one round's cohort, ascending.
 
         Raises:
-            ValueError: `sampling` is `poisson`: only `ClientPrivacy` has the secret from which
-                such cohorts are drawn.
+            ValueError: `sampling` is `poisson`: only `ClientPrivacy` has the secret for such
+                cohorts.
         """
         if self.sampling == "poisson":
             raise ValueError(
@@ -142,19 +144,19 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
 
     The number is found from one uniform draw, by inverting the distribution function. It is used
     for the size of a cohort: if clients are drawn independently, all cohorts of one size are
-    equally likely. So the size can be drawn before the clients, and no cohort that is too small is
-    ever drawn and rejected, however small p is.
+    equally likely. The size can therefore be drawn before the clients, and no cohort that is too
+    small is drawn and rejected, however small p is.
 
     Args:
         trials: Number of trials, >= `least`.
         p: Probability of success in each trial, in (0, 1].
         least: Smallest number that may be drawn, >= 0.
-        rng: Generator, of which one uniform number is used unless p is 1.
+        rng: Generator; one uniform number is used unless p is 1.
     """
     if p == 1:
         return trials
     k = np.arange(least, trials)
-    # What the log probability of k + 1 has more than that of k.
+    # Difference between the log probabilities of k + 1 and k.
     steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     below = np.cumsum(np.exp(logs - logs.max()))
@@ -172,5 +174,5 @@ def present(device: torch.device | str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # Torch raises another one for each kind of absence.
+        # Torch raises a different error for each kind of absence.
         raise ValueError(f"device {str(device)!r} is absent ({error}); use device='cpu'") from error

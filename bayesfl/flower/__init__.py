@@ -1,5 +1,5 @@
-"""Federations over a network: the same algorithms, with messages carried by Flower, which
-`bayesfl[flower]` installs.
+"""Federations over a network: the same algorithms, with messages sent by Flower (install
+`bayesfl[flower]`).
 """
 
 from bayesfl.federation.errors import BadClients

@@ -1,4 +1,4 @@
-"""The state of a deployed federation that the server keeps, and its folder of checkpoints."""
+"""The server's state of a deployed federation, and its folder of checkpoints."""
 
 import contextlib
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a client's last state that was taken.
+    """Describe where a client's last accepted state is stored.
 
     Args:
-        experiment: Name of the experiment under which the client keeps it.
+        experiment: Name of the experiment under which the client stores it.
         client: The client's number in that experiment.
         base: The state's name; empty for the initial one of that experiment.
     """
@@ -42,12 +42,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Before:
-    """The states of earlier runs from which the clients of a run begin.
+    """Describe the states of earlier runs from which the clients of a run start.
 
     Args:
         places: For each client of this run the place of its state; None for a new client.
-        starts: {experiment: a client's private state at its start}, of the experiments from whose
-            initial state a client begins.
+        starts: {experiment: a client's initial private state}, for the experiments from whose
+            initial state a client starts.
     """
 
     places: tuple[Place | None, ...]
@@ -56,40 +56,39 @@ class Before:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployed(Run):
-    """The state of a deployed federation on the server; the clients keep their private states.
+    """Hold the server's state of a deployed federation; the clients keep their private states.
 
-    What it shares with a simulation's is in `bayesfl.federation.run.record.Run`.
+    The members that it shares with a simulation are in `bayesfl.federation.run.record.Run`.
 
     Args:
         algorithm: The method.
         settings: The run's settings.
-        experiment: The experiment's name, under which clients keep their states.
-        sessions: Sessions of the servers that have run the experiment, in their order, the present
-            one last.
+        experiment: The experiment's name, under which clients store their states.
+        sessions: Sessions of the servers that have run the experiment, in order, the present one
+            last.
         round: Number of rounds done.
         server: The server's state.
-        start: A client's private state at its start.
-        base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`;
-            empty for the initial one.
-        history: One row for each round; rows of rounds that were evaluated, as the last, have the
-            clients' mean measures, too.
+        start: A client's initial private state.
+        base: For each client the name of its last accepted state, such as `000004-1f6f0c9a`; empty
+            for the initial one.
+        history: One row for each round; rows of evaluated rounds, and the last row, also have the
+            clients' mean measures.
         dtype: The precision of the state.
-        measures: {client: {measure: number}} of the last evaluation on test data, of the clients
-            that share theirs.
-        before: The states from which the clients began; None for the method's own start.
-        names: The clients' names, as their nodes told them; empty text, or no names at all, where
-            they are not known.
-        keys: Public keys of the clients' nodes, as a checkpoint has them, {client: hexadecimal
-            digits}.
-        counts: Numbers of training examples, as a checkpoint has them, {client: n}.
-        began: What the run began from, in words that differ for other states.
+        measures: {client: {measure: number}} of the last evaluation on test data, for clients that
+            share theirs.
+        before: The states from which the clients started; None for the method's own start.
+        names: The clients' names, as received from their nodes; empty text for an unknown name, and
+            empty if all are unknown.
+        keys: Public keys of the clients' nodes from the checkpoint, {client: hexadecimal digits}.
+        counts: Numbers of training examples from the checkpoint, {client: n}.
+        began: Description of the state from which the run started; differs between states.
         calibration: The steps of calibration that are fitted after training.
-        after: What was fitted after training: what clients have answered to the surveys of the
-            method's predictor, and the steps of calibration without clients' own parameters; none
-            until clients are asked. Training empties it.
+        after: Objects fitted after training: the clients' answers to the surveys of the method's
+            predictor, and the steps of calibration without clients' own parameters; empty before
+            the surveys. Further training deletes them.
 
     Example:
-        >>> def watch(run):  # for serve(on_round=[watch]); a Deployed is what it is given
+        >>> def watch(run):  # for serve(on_round=[watch]), which receives a Deployed
         ...     print(run.round, run.history[-1].get("personal_accuracy"))
     """
 
@@ -117,14 +116,12 @@ class Deployed(Run):
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Return the clients' names; empty text where a name is not known."""
+        """Return the clients' names; empty text if a name is unknown."""
         return self.names or ("",) * self.clients
 
     @property
     def origin(self) -> str:
-        """Return words for this state, in which a run that begins from it keeps what it
-        began from.
-        """
+        """Return a description of this state, which a run that starts from it stores."""
         return in_words(
             f"round {self.round} of experiment {self.experiment}",
             (*self.names, *self.base),
@@ -132,14 +129,12 @@ class Deployed(Run):
         )
 
     def place(self, client: int) -> Place:
-        """Return the place of a client's last state that was taken, in this run or in one
-        before.
-        """
+        """Return where a client's last accepted state is stored, in this or an earlier run."""
         past = None if self.before is None or self.base[client] else self.before.places[client]
         return past or Place(self.experiment, client, self.base[client])
 
     def initial(self, experiment: str) -> View:
-        """Return a client's private state at the start of this experiment, or of one before."""
+        """Return a client's initial private state in this experiment, or in an earlier one."""
         return (
             self.start
             if self.before is None or experiment == self.experiment
@@ -147,8 +142,8 @@ class Deployed(Run):
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state into the folder `path`, completely or not at all, for
-        `bayesfl.flower.load` and `serve(start=)`.
+        """Write the state into the folder `path`, completely or not at all; read it with
+        `bayesfl.flower.load` or `serve(start=)`.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
@@ -158,14 +153,15 @@ class Deployed(Run):
 
 @declared
 def load(folder: str | os.PathLike[str], algorithm: Method) -> Deployed:
-    """Load a deployed federation: the newest of its checkpoints, or what `Deployed.save` wrote.
+    """Load a deployed federation from its newest checkpoint, or from a state saved by
+    `Deployed.save`.
 
     Args:
-        folder: The server's folder of checkpoints, or that of a saved state.
+        folder: The server's folder of checkpoints, or the folder of a saved state.
         algorithm: The method that made them.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`.
+        TypeError: `algorithm` is not an `Algorithm`.
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
             with another method.
 
@@ -188,7 +184,7 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
 DEPLOYMENT = files.FileKind(
     "deployment",
     "the checkpoints of a deployment over Flower",
-    "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins "
+    "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) starts "
     "from them; its clients' states are on their nodes",
     {
         "algorithm": files.METHOD,
@@ -201,7 +197,7 @@ DEPLOYMENT = files.FileKind(
         **dict.fromkeys(
             ("sessions", "names", "base"), files.Entry(read=lambda found: tuple(map(str, found)))
         ),
-        # JSON makes text of clients' numbers.
+        # JSON converts clients' numbers to text.
         "measures": files.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
         "keys": files.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
@@ -221,13 +217,13 @@ files.KINDS.append(DEPLOYMENT)
 def opened(
     start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype
 ) -> Deployed | None:
-    """Return the run from whose state another begins; None for the method's own start.
+    """Return the run from whose state another starts; None for the method's own start.
 
     Raises:
-        TypeError: `start` is neither.
-        ValueError: It is in another precision.
-        CheckpointError: The folder holds no deployed federation whose state this method could have
-            reached.
+        TypeError: `start` is neither a `Deployed` nor a folder.
+        ValueError: The state has another precision.
+        CheckpointError: The folder contains no deployed federation whose state this method could
+            have made.
     """
     if start is None:
         return None
@@ -240,7 +236,7 @@ def opened(
     loading.check_state(what, state, state.start, stacked=False)
     if state.dtype != dtype:
         raise ValueError(
-            f"start is in {state.dtype}, as are the states that its clients keep; pass "
+            f"start has dtype {state.dtype}, and so have the states that its clients keep; pass "
             f"dtype={state.dtype}, got {dtype}"
         )
     if before is algorithm:
@@ -259,11 +255,11 @@ def begun(
     session: str,
     calibration: tuple[Step, ...] = (),
 ) -> Deployed:
-    """Return the state with which an experiment of the clients `names` begins, by whose names they
-    are matched with those `before`.
+    """Return the initial state of an experiment of the clients `names`, which are matched by name
+    with the clients of the earlier run.
 
     Raises:
-        ValueError: The experiment begins from another run, and clients have the same name.
+        ValueError: The experiment starts from another run, and clients have the same name.
     """
     server, new, old = loading.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
     past = None
@@ -276,8 +272,8 @@ def begun(
         )
     elif twice := loading.repeated(names):
         log.warning(
-            "%s: a run that starts from this one could not tell them apart; let load_data name its "
-            "client",
+            "%s: a run that starts from this one could not distinguish them; load_data should name "
+            "its client",
             twice,
         )
     return Deployed(
@@ -305,10 +301,10 @@ def taken_up(
     session: str,
     calibration: tuple[Step, ...],
 ) -> Deployed:
-    """Return a saved state in a new session and under new settings; `rounds` and `evaluate_every`
+    """Continue a saved state in a new session and under new settings; `rounds` and `evaluate_every`
     may change, any other change would make it another experiment.
 
-    Steps of calibration stay fitted where these are the same.
+    Fitted steps of calibration are kept if the steps are unchanged.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
@@ -328,7 +324,7 @@ def taken_up(
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
-    """Return `Deployed.base` of every readable checkpoint in a folder, by its round."""
+    """Return `Deployed.base` for every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}
     for file in files.checkpoints(folder):
         with contextlib.suppress(CheckpointError):

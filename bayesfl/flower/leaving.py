@@ -1,4 +1,4 @@
-"""What leaves a client of a deployment, listed by the code that sends it."""
+"""List of all data that leave a client of a deployment, computed by the code that sends them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,20 +26,20 @@ HELLO = {
     "splits": "names of the splits in which it has rows",
     "transform": "digest of the function of inputs, keyed by the nodes' shared secret",
     "augment": "the same of the function of inputs in training",
-    "columns": "the same of what makes inputs of a frame's columns",
+    "columns": "the same of the encoding of a frame's columns",
 }
-"""What a client says once, when it is asked who it is."""
+"""Contents of the message with which a client introduces itself, sent once."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Something that a client sends.
+    """Describe a piece of data that a client sends.
 
     Args:
-        when: On which occasion.
+        when: The occasion.
         name: Its name in the message.
-        size: How many numbers it is; 1 for one number or text.
-        what: What it is.
+        size: Number of values; 1 for one number or text.
+        what: Its meaning.
     """
 
     when: str
@@ -51,9 +51,9 @@ class Sent:
 def leaves(
     algorithm: Algorithm, *, calibration: Sequence[Step] = (), outputs: int = 10
 ) -> list[Sent]:
-    """Return everything that a client sends in a deployment, in the order in which it is sent.
+    """List all data that a client sends in a deployment, in the order of sending.
 
-    Not among it is the text of an error in the client's code, which can quote the data.
+    The list does not include the text of an error in the client's code, which can quote the data.
 
     Args:
         algorithm: The method.
@@ -97,8 +97,8 @@ def leaves(
 
 
 def _pretended(survey: Survey[Any], about: Outputs) -> tuple[Tensors, dict[str, int]]:
-    """Return the last state of a survey in which every answer is 1 and no candidate is broken, and
-    the sizes of the answers.
+    """Return the last state of a survey in which every answer is 1 and no candidate fails, and the
+    sizes of the answers.
     """
     sizes: dict[str, int] = {}
 

@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class Connection:
-    """The connection of a server to the clients of a federation.
+    """Connect a server with the clients of a federation.
 
     Args:
         grid: Flower's grid.
-        roster: Which node is which client.
-        timeout: Seconds that a client has for its reply.
+        roster: Assignment of nodes to clients.
+        timeout: Time limit for a client's reply in seconds.
     """
 
     def __init__(self, grid: Grid, roster: Roster, timeout: float) -> None:
@@ -39,15 +39,15 @@ class Connection:
         self._lost: set[int] = set()
 
     def counts(self) -> np.ndarray:
-        """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients
-        that claim very many.
+        """Return the numbers of training examples of all clients, [J], 0 if unknown; log clients
+        that report unusually large numbers.
         """
         counts = self.roster.sizes()
         for client in np.flatnonzero(shares(counts) >= LARGEST_SHARE).tolist():
             if client not in self._named:
                 self._named.add(client)
                 log.warning(
-                    "%s says that it has %d training examples, the median client %g",
+                    "%s reports %d training examples, the median client %g",
                     self.roster.called(client),
                     counts[client],
                     np.median(counts[counts > 0]),
@@ -61,8 +61,8 @@ class Connection:
         they arrive.
 
         Raises:
-            CheckpointError: All clients have said that they have lost their states of the run from
-                which this one began.
+            CheckpointError: All clients have lost their states of the run from which this one
+                started.
         """
         nodes = self.roster.nodes
         there = {client: (nodes[client], orders[client]) for client in orders if client in nodes}
@@ -73,27 +73,27 @@ class Connection:
                 self._lost.add(client)
             yield client, reply
         for client in orders.keys() - there.keys():
-            yield client, Failure("its node has not come")
+            yield client, Failure("its node has not connected")
         if len(self._lost) == self.roster.clients:
             raise CheckpointError(
-                "no client has kept its state of the run from which this one begins: if that run "
-                "went on after the state that start= is, nodes keep its newest states alone, so "
-                "pass start= its folder of checkpoints; otherwise bring back the folders of the "
-                "nodes' states, or leave start= out to begin anew"
+                "no client has kept its state of the run from which this one starts: nodes keep "
+                "only their newest states, so if that run continued after the state in start=, "
+                "pass its folder of checkpoints as start=; otherwise restore the folders of the "
+                "nodes' states, or leave start= out to start anew"
             )
 
 
 class Journey(Transport):
-    """A `Transport` of one attempt at a round over a network.
+    """Carry one attempt at a round over a network.
 
-    Clients store a round's new state under another name than the one they started from, so nothing
-    needs to be restored: the server decides which state counts by the name that it sends next.
+    Clients store a round's new state under another name than the state from which they started, so
+    nothing needs to be restored: the server selects the valid state by the name that it sends next.
 
     Args:
         network: The connection to the clients.
         state: The federation before the round.
-        kept: For each checkpoint that is kept, its `base`: the names of states that may be asked
-            for again, a tuple of J.
+        kept: For each kept checkpoint its `base`: the names of states that may be needed again, a
+            tuple of J.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class Journey(Transport):
         super().__init__(np.zeros(state.clients, np.int64))
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base
-        """For each client the name of its last state that was taken; those of this round after
+        """For each client the name of its last accepted state, including those of this round after
         `commit`.
         """
         self._acknowledged: set[int] = set()
 
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
-        """Ask the clients of a round; see `Transport.asked`."""
+        """Send the request to the clients of a round; see `Transport.asked`."""
         self._network.roster.look(self._network.grid)
         self.counts = self._network.counts()
         yield self._answers(round)
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Name the new states of the clients that were taken; see `Transport.commit`."""
+        """Record the names of accepted new states; see `Transport.commit`."""
         made = state_name(self._state.round + 1, self._state.sessions[-1])
         known = self._acknowledged.difference(dropped)
         self.base = tuple(

@@ -1,6 +1,4 @@
-"""One client on its node: an algorithm's local work, its predictions, and what it keeps in its
-folder.
-"""
+"""One client on its node: local work, predictions, and the files in its folder."""
 
 import hmac
 import logging
@@ -49,13 +47,13 @@ log = logging.getLogger(__name__)
 
 
 def ordered(work: Callable[["Node", Order], RecordDict]) -> Callable[["Node", Message], RecordDict]:
-    """Return how a client answers a message that has a request of the server."""
+    """Return a function that answers a message with a request of the server."""
     return lambda node, message: work(node, node.order(message))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One client on its node.
+    """Represent one client on its node.
 
     Args:
         id: The client's id, from 0.
@@ -64,11 +62,11 @@ class Node:
         folder: The folder of its states.
         engine: How it computes.
         device: The device that computes.
-        shares: Whether the server may keep its measures as such.
-        measures: Measures beside the library's own.
-        calibration: Steps of calibration, as the server fits them.
-        secret: What keys the digests of functions of inputs and of columns that it sends; without
-            one it sends none.
+        shares: Whether the server may store its measures individually.
+        measures: Further measures in addition to the library's.
+        calibration: Steps of calibration, the same as on the server.
+        secret: Key of the digests of functions of inputs and of columns that it sends; without a
+            key it sends none.
     """
 
     id: int
@@ -95,14 +93,14 @@ class Node:
         order = Order.of(message, self.device)
         if order.client != self.id:
             raise Refused(
-                f"the server takes this node for client {order.client}, and it says now that it is "
-                f"{called(self.id, self._names)}; start each node with the client-id that it had, "
+                f"the server sent a request for client {order.client}, but this node is now "
+                f"{called(self.id, self._names)}; start each node with its earlier client-id, "
                 "or start a new experiment"
             )
         return order
 
     def hello(self, message: Message) -> RecordDict:
-        """Say who this client is."""
+        """Return the message with which this client introduces itself."""
         check(self.algorithm, self.data)
         self.states(records.setting(message.content, "experiment", str)).clean()
         train, made = self.data.train, self.data.prepared
@@ -148,9 +146,7 @@ class Node:
         return records.message(out, **config)
 
     def adapt(self, order: Order) -> RecordDict:
-        """Run the adaptation of a client that joins a federation trained without it; its state is
-        then on disk.
-        """
+        """Run the adaptation of a client that joins after training, and write its state to disk."""
         self._worked(order, Stage.ADAPT, order.round)
         self.states(order.experiment).forget_kept()
         return records.message({}, round=order.round)
@@ -171,9 +167,7 @@ class Node:
         return done
 
     def survey(self, order: Order) -> RecordDict:
-        """Answer a question of a survey by sums over this client's rows; zeros where it
-        has none.
-        """
+        """Answer a question of a survey with sums over this client's rows; zeros if it has none."""
         survey = self._surveying(order)
         state = order.survey_states.get(order.survey, {})
         shapes = survey.shapes(state)
@@ -185,8 +179,8 @@ class Node:
         return records.of_answer(found)
 
     def _known(self, order: Order, split: str, reads: str) -> Any:
-        """Return this client's part for the survey that asks: rows, how candidates
-        fit, its last layer, or predictions.
+        """Return this client's data for a survey: rows, losses of candidates, its last layer, or
+        predictions.
         """
         if order.survey.isdecimal():
             return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
@@ -201,27 +195,27 @@ class Node:
         return LocalRows(self._of_one(split, order), self._ids)
 
     def _surveying(self, order: Order) -> Any:
-        """Return the survey that asks.
+        """Return the survey that a request names.
 
         Raises:
-            Refused: There is none of that name.
+            Refused: There is no survey of that name.
         """
         name = order.survey
         if name.isdecimal() and int(name) < len(self.calibration):
             return self.calibration[int(name)]
-        # Questions without the model do not depend on it.
+        # Questions that are sent without the model do not depend on it.
         server = order.common if order.whole else self.algorithm.init(1)
         asks = next_question(self.algorithm, server, order.told)
         if asks is not None and asks[0] == name:
             return asks[1]
         raise Refused(
-            f"the server asks for survey {name!r}, which this client does not have; ship the same "
-            "app to both"
+            f"the server asks for survey {name!r}, which this client does not have; use the same "
+            "app on both"
         )
 
     def _finetuned(self, order: Order) -> tuple[Local, Done]:
-        """Return this client's local work, and its outcome after fine-tuning, which is done once
-        and kept in its folder.
+        """Return this client's local work, and its outcome after fine-tuning, which is computed
+        once and stored in its folder.
         """
         local, received = self._local(order), self._received(order)
 
@@ -237,11 +231,10 @@ class Node:
     def _kept(
         self, order: Order, name: str, made_by: Mapping[str, Any], make: Callable[[], Any]
     ) -> Any:
-        """Return what this client makes once and keeps in its folder.
+        """Return an object that this client computes once and stores in its folder.
 
         Raises:
-            Refused: It is no longer in the folder, and the request has no model by which to make
-                it.
+            Refused: The file is missing, and the request has no model to compute it again.
         """
         states = self.states(order.experiment)
         if (found := states.kept(name, made_by)) is None:
@@ -252,8 +245,8 @@ class Node:
         return found
 
     def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
-        """Return what identifies what a client has kept: digests of these parts of what was sent,
-        the state from which it starts, and the run.
+        """Identify stored objects: digests of these parts of the message, the state from which the
+        client starts, and the run.
         """
         return {
             "model": [order.model[part] for part in parts],
@@ -262,7 +255,7 @@ class Node:
         }
 
     def _of_head(self, order: Order, split: str) -> Rows:
-        """Return what this client's rows in a split say of its last layer, see `_kept`."""
+        """Return this client's statistics of a split about its last layer, stored as in `_kept`."""
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
         made_by = self._made_by(order, "common", "own") | {"head": rows}
 
@@ -272,7 +265,7 @@ class Node:
         return Rows(**self._kept(order, split, made_by, make))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
-        """Return the first steps of calibration by their surveys' states, with this client's own
+        """Return the first steps of calibration from their surveys' states, with this client's own
         parameters.
         """
         fitted = [
@@ -284,7 +277,7 @@ class Node:
         )
 
     def _predicted(self, order: Order, split: str) -> LocalPredictions:
-        """Return this client's part on a split, see `_kept`."""
+        """Return this client's predictions on a split, stored as in `_kept`."""
         if not self.examples(split):
             smallest = min(
                 (name for name in self.data.splits if self.examples(name)), key=self.examples
@@ -316,8 +309,8 @@ class Node:
         return hashed(words(self._of_one(split, order).client(0)[0]))
 
     def evaluate(self, order: Order) -> RecordDict:
-        """Store the client's own model in its folder, and the predictions of its test data; the
-        reply has the measures alone.
+        """Store the client's own model and its predictions on test data in its folder; the reply
+        has only the measures.
         """
         local, done = self._finetuned(order)
         steps = self._settled(order)
@@ -335,29 +328,29 @@ class Node:
                 self.states(order.experiment).keep(
                     "predictions", {"round": order.round, "predictions": kept}
                 )
-        if order.calibrated or not self.calibration:  # the last that is asked about this state
+        if order.calibrated or not self.calibration:  # the last request about this state
             self.states(order.experiment).forget_kept()
         return records.message(reply, share=self.shares)
 
     def _settled(self, order: Order) -> tuple[Fitted, ...]:
         """Return the steps of calibration with this client's own parameters; none before they are
-        told, or where they fail here.
+        received, or if they fail here.
         """
         try:
-            # The model and its measures without calibration are worth more than nothing.
+            # The model and its measures are useful without calibration.
             return self._steps(order, len(self.calibration)) if order.calibrated else ()
         except ValueError as error:
             log.error("this client predicts without calibration: %s", error)
             return ()
 
     def _measures(self, predicted: LocalPredictions) -> dict[str, float]:
-        """Return the library's measures of predictions that are sent, and the client's own."""
+        """Return the library's measures of the predictions, and the client's own."""
         summary = predicted.measured().summary()
         known = {name: summary[name] for name in records.MEASURES if name in summary}
         try:
             known |= means(measured(self.measures, predicted, summary))
-        except Exception:  # of a user's own function; the library's measures are sent all the same
-            log.exception("the measures of one's own are left out")
+        except Exception:  # in a user's function; the library's measures are sent nevertheless
+            log.exception("the client's own measures are left out")
         return {
             name: value
             for name, value in known.items()
@@ -367,8 +360,8 @@ class Node:
     def _keep_model(
         self, order: Order, local: Local, done: Done, steps: tuple[Fitted, ...]
     ) -> None:
-        """Store the client's own model, which `bayesfl.load_client` reads; at its means where its
-        covariance would take too much.
+        """Store the client's own model for `bayesfl.load_client`; only its means if its covariance
+        is too large.
         """
         view = tree_map(lambda t: t[0].clone(), done.views)
         made = client_model(
@@ -388,9 +381,7 @@ class Node:
         try:
             made.save(folder)
         except ValueError as error:
-            log.warning(
-                "the model of this client is stored at the means of its beliefs alone: %s", error
-            )
+            log.warning("only the means of this client's model are stored: %s", error)
             if steps:
                 log.warning(
                     "it is stored without its calibration, which was fitted to its full predictions"
@@ -399,12 +390,12 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Return the client's name, as its data have it."""
+        """Return the client's name from its data."""
         return self.data.client_names[0]
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Return names for messages, of which this client's alone is known."""
+        """Return names for messages; only this client's is known."""
         return ("",) * self.id + (self.name,)
 
     @property
@@ -422,7 +413,7 @@ class Node:
         return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
 
     def states(self, experiment: str) -> States:
-        """Return what this client keeps in an experiment."""
+        """Return this client's files in an experiment."""
         return States(self.folder, experiment, self.id, self.name)
 
     def _local(self, order: Order) -> Local:
@@ -438,7 +429,7 @@ class Node:
         )
 
     def _received(self, order: Order) -> Received:
-        """Return what the server sent, with the private state that it names, [1, ...]."""
+        """Return the state that the server sent, with the private state that it names, [1, ...]."""
         own = order.start
         if order.base and order.keeps:
             own = States(self.folder, order.kept_in, order.kept_as, self.name).read(

@@ -1,4 +1,4 @@
-"""The client's side of a federation over Flower: an algorithm's local work in answer to messages,
+"""The client's side of a federation over Flower: an algorithm's local work in response to messages,
 on data that stay with the client.
 """
 
@@ -42,37 +42,39 @@ def client_app(
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
 
-    A node's configuration says which client it is, as in
+    A node's configuration sets the client's id, as in
 
         flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'
 
-    With `shared-secret="..."` there, the same on all nodes and unknown to the server, it sends
-    digests of the functions of inputs and of the columns, keyed by that, so that the server sees
-    where nodes' differ; without it none is sent.
+    Add `shared-secret="..."`, the same on all nodes and unknown to the server, to send digests of
+    the functions of inputs and of the columns, keyed with the secret, so that the server detects
+    differences between nodes; without it no digest is sent.
 
     Args:
-        algorithm: The method, with the same options as the server's.
-        load_data: Function from the context to the data of this one client, whose splits must be
-            the same each time.
-        state_dir: Folder in which the client keeps its private state, one small file for each
-            round, and at the end its own model, which `bayesfl.load_client(state_dir, algorithm)`
-            reads, and the predictions on its test data; None for the node's `state-dir`. Only this
-            client should be able to read it.
+        algorithm: The method, with the same options as on the server.
+        load_data: Function from the context to the data of this one client; its splits must be the
+            same each time.
+        state_dir: Folder for the client's private state, one small file for each round, and finally
+            for its own model, which `bayesfl.load_client(state_dir, algorithm)` reads, and its
+            predictions on test data; None for the node's `state-dir`. Only this client should be
+            able to read the folder.
         engine: How the client computes; it changes only speed and rounding. None for `Engine()`.
         device: The device that computes.
-        share_measures: Whether the server may keep this client's measures as such; otherwise it
-            keeps their means over clients alone. The node's `share-measures=true` says the same.
-        measures: {name: function} of measures beside the library's own, as of `simulate`; they are
-            sent to the server.
+        share_measures: Whether the server may store this client's measures individually; otherwise
+            it stores only their means over clients. The node's `share-measures=true` has the same
+            effect.
+        measures: {name: function} of further measures, as in `simulate`; they are sent to the
+            server.
         calibration: The steps of calibration that the server fits after training, with the same
-            options as there; the client predicts with its own parameters, which stay in its folder.
+            options as on the server; the client predicts with its own parameters, which stay in its
+            folder.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, a measure no
-            function, or a step of calibration none.
-        ValueError: The name of a measure is not of small letters, digits and underscores, a step of
-            calibration is none of bayesfl's, or it needs a server's model, which the method has
-            not.
+        TypeError: `algorithm` is not an `Algorithm`, `share_measures` is not a bool, a measure is
+            not a function, or a step of calibration is not a step.
+        ValueError: The name of a measure does not consist of small letters, digits and underscores;
+            a step of calibration is not from bayesfl, or needs a server's model, which the method
+            does not have.
 
     Warns:
         UserWarning: Sets are made on a split to which another step is fitted.
@@ -94,7 +96,7 @@ def client_app(
         node = context.node_config
         shares = share_measures or node.get("share-measures") is True
         id, folder, data = _configured(context, load_data, state_dir)
-        # Digests are keyed, as who guesses the client's numbers could try them on a plain one.
+        # Digests are keyed, because a plain digest can be compared with guesses of a client's data.
         secret = str(node.get("shared-secret", ""))
         yield Node(id, algorithm, data, folder, *own, shares, measures, steps, secret)
 
@@ -115,31 +117,31 @@ def _configured(
     load_data: Callable[[Context], FederatedData],
     state_dir: str | os.PathLike[str] | None,
 ) -> tuple[int, str | os.PathLike[str], FederatedData]:
-    """Return which client a node's configuration names, the folder of its states, and its data.
+    """Return the client's id, the folder of its states, and its data from a node's configuration.
 
     Raises:
         Refused: The configuration has no valid `client-id` or no folder for states, or the data
             are not those of one client.
-        TypeError: `load_data` returns no `FederatedData`.
+        TypeError: `load_data` does not return a `FederatedData`.
     """
     id = context.node_config.get("client-id")
     if type(id) is not int or id < 0:
         raise Refused(
-            "this node does not say which client it is: client-id must be a whole number >= "
+            "this node's configuration names no client: client-id must be a whole number >= "
             f"0, got {id!r}; start it with --node-config 'client-id=0'"
         )
     folder = context.node_config.get("state-dir") if state_dir is None else state_dir
     if not isinstance(folder, str | os.PathLike):
         raise Refused(
-            "the client has no folder for its state: give client_app a state_dir, or the node "
-            "state-dir in --node-config"
+            "the client has no folder for its state: pass state_dir to client_app, or set "
+            "state-dir in the node's --node-config"
         )
     data = load_data(context)
-    instance("what load_data returns", data, FederatedData, FEDERATION)
+    instance("the result of load_data", data, FederatedData, FEDERATION)
     if data.clients != 1:
         raise Refused(
             f"load_data must return the data of one client, got {data.clients}; "
-            f"data.select([{id}]) takes one of many"
+            f"data.select([{id}]) selects one of several"
         )
     return id, folder, data
 
@@ -161,5 +163,5 @@ def _same_code(message: Message, algorithm: Algorithm, agreed: dict[str, Any]) -
         raise Refused(
             "the server runs another method or calibration, or one with other options"
             + "".join(f"; {one}" for one in said[:3])
-            + ": ship the same app to both"
+            + ": use the same app on both"
         )

@@ -1,4 +1,4 @@
-"""The server's requests to its clients: as it writes them, and as a client reads them."""
+"""The server's requests to its clients: written on the server, and read on a client."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _SETTINGS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Order:
-    """A request of the server to one client.
+    """Hold a request of the server to one client.
 
     Args:
         client: The client's id.
@@ -38,24 +38,24 @@ class Order:
         dtype: The run's precision.
         sessions: Sessions of the servers that have run the experiment, the present one last.
         base: The name of the state from which the client starts; empty for the initial one.
-        kept_in: The experiment under which the client keeps that state: this one, or one before.
+        kept_in: The experiment under which the client stores that state: this one, or an earlier
+            one.
         kept_as: The client's id in that experiment.
-        named: Names of the states that may be asked for again.
+        named: Names of the states that may be needed again.
         keeps: Whether the method's clients have a private state.
         sends: Whether the reply is gathered.
         tolerant: Whether the client predicts without its fine-tuning if that is not finite; always
             False for training.
-        survey: The survey that asks: one of the method's predictor, or a step's place, `0` the
-            first; empty for another request.
-        model: Digests of the tensors that were sent, by the field, by which a client finds what it
-            has kept.
-        common: What the server sends to every client.
-        addressed: What the server sends to this client alone, [1, ...].
+        survey: Name of the survey: one of the method's predictor, or a step's place, `0` for the
+            first; empty for other requests.
+        model: Digests of the sent tensors, by field, with which a client finds stored objects.
+        common: State that the server sends to every client.
+        addressed: State that the server sends to this client only, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
-        survey_states: The state of the survey that asks and of the steps before it, or the last
-            ones of the steps of calibration, by the survey's name.
+        survey_states: The state of this survey and of the steps before it, or the last states of
+            the steps of calibration, by the survey's name.
         told: The last states of the surveys that the method's predictor needs, by their names.
-        whole: Whether the request has the model's tensors; further questions of a survey have not.
+        whole: Whether the request has the model's tensors; further questions of a survey do not.
         calibrated: Whether `survey_states` are the last ones of the steps of calibration.
     """
 
@@ -88,7 +88,7 @@ class Order:
         """Read a request.
 
         Raises:
-            RecordError: A setting or a tensor is missing, or damaged on its way.
+            RecordError: A setting or a tensor is missing, or was damaged in transit.
         """
         content = message.content
         asked: dict[str, Any] = {
@@ -131,19 +131,18 @@ def orders(
     survey_states: Mapping[str, Tensors] = {},
     whole: bool = True,
 ) -> dict[int, RecordDict]:
-    """Make the server's request to each of some clients; the tensors that all receive are the same
-    bytes.
+    """Make the server's request to each of some clients; the bytes of common tensors are shared.
 
     Args:
         state: The federation.
         ids: The clients [C].
         senders: The clients whose replies are gathered.
-        kept: For each state of the server that may be asked for again its `base`: the names of the
-            clients' states, a tuple of J.
+        kept: For each server state that may be needed again its `base`: the names of the clients'
+            states, a tuple of J.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
-        survey: As of `Order`.
-        survey_states: As of `Order`.
-        whole: As of `Order`.
+        survey: See `Order`.
+        survey_states: See `Order`.
+        whole: See `Order`.
 
     Returns:
         The message to each client, by its id.

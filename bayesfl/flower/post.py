@@ -1,5 +1,5 @@
-"""Messages over Flower and their replies: as a server sends and awaits them, within a time limit,
-and as a node answers.
+"""Messages over Flower and their replies: sending and awaiting them on a server, within a time
+limit, and answering them on a node.
 """
 
 import time
@@ -21,8 +21,7 @@ from bayesfl.base.surveys import summed
 from bayesfl.flower import records
 
 REMIND = 30.0
-"""Seconds between two log lines on missing clients, and after which a node that failed is asked
-again.
+"""Seconds between two log lines on missing clients, and before a node that failed is asked again.
 """
 FIRST, LONGEST = 0.1, 1.0
 """Shortest and longest pause between two attempts to fetch replies, in seconds."""
@@ -33,17 +32,17 @@ node was removed.
 
 
 class Refused(RuntimeError):
-    """An error raised when a node refuses a request; the server receives the reason."""
+    """Raised when a node does not accept a request; the server receives the reason."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why there is no reply.
+    """Describe why there is no reply.
 
     Args:
-        reason: The reason, in words.
-        lost: True if the client did not answer; False if it answered, but not with a valid reply.
-        code: Code of Flower's error; None if there is none.
+        reason: The reason, as text.
+        lost: True if the client did not answer; False if its reply was invalid.
+        code: Flower's error code; None if there is none.
     """
 
     reason: str
@@ -55,7 +54,7 @@ def content_of(reply: RecordDict | Failure) -> RecordDict:
     """Return the records of a reply.
 
     Raises:
-        RecordError: There is none.
+        RecordError: There is no reply.
     """
     if isinstance(reply, Failure):
         raise records.RecordError(reply.reason)
@@ -65,15 +64,15 @@ def content_of(reply: RecordDict | Failure) -> RecordDict:
 def push(
     grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str
 ) -> str | None:
-    """Send one message, and return its id, with which the reply is fetched, or None if the node
-    cannot be reached.
+    """Send one message; return its id, with which to fetch the reply, or None if the node cannot be
+    reached.
 
     Args:
         grid: Flower's grid.
         kind: Type of the message, such as `train`.
         node: The node to which it is sent.
         content: The message's records.
-        timeout: Seconds after which the node drops it.
+        timeout: Seconds after which the node discards it.
         group: Name of these messages in Flower's own records.
     """
     message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=timeout)
@@ -83,8 +82,8 @@ def push(
 def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
     """Fetch the reply to a message: its records, a `Failure`, or None if there is no reply yet.
 
-    Replies are fetched one at a time: Flower hands a reply out once, and one that cannot be read
-    would take with it the others of the same answer.
+    Replies are fetched one at a time: Flower delivers a reply once, and an unreadable one would
+    make the others of the same answer unreadable.
 
     Raises:
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
@@ -119,8 +118,8 @@ def ask(
         grid: Flower's grid.
         kind: Type of the messages, such as `train`.
         contents: For each client its node and the message's records, {client: (node, content)}.
-        timeout: Seconds until a client that has not replied is given up; its node drops the message
-            then, too.
+        timeout: Maximum time in seconds to wait for a client's reply; its node then discards the
+            message, too.
         group: Name of these messages in Flower's own records.
 
     Raises:
@@ -153,7 +152,7 @@ def ask(
 def answers(
     replies: Iterable[tuple[int, RecordDict | Failure]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, Tensors | ValueError, Mapping[str, Any]]]:
-    """Yield each client with its answer to a question of a survey, or the reason why it has none,
+    """Yield each client with its answer to a question of a survey, or the reason why there is none,
     and the settings of its reply.
     """
     for client, reply in replies:
@@ -177,12 +176,12 @@ def app_of(
     here: Callable[[Message, Context], AbstractContextManager[Any]],
     works: Mapping[str, Callable[[Any, Message], RecordDict]],
 ) -> ClientApp:
-    """Make the ClientApp of a node, a training client or a site of statistics.
+    """Make the ClientApp of a node, for a training client or a site of statistics.
 
     Args:
-        here: Function of a message and the node's context to what the node holds for as long as it
-            answers; it raises `Refused` if it does not answer this server.
-        works: {type of message: what answers it}.
+        here: Function from a message and the node's context to the node's object, which exists
+            while it answers; it raises `Refused` if it does not accept this server.
+        works: {type of message: function that answers it}.
     """
     app = ClientApp()
 
@@ -200,6 +199,6 @@ def app_of(
 
 
 def _short(reason: object) -> str:
-    """Return a reason on one line; of a long one its end."""
+    """Return a reason on one line; for a long one only its end."""
     text = " ".join(str(reason).split())
     return text if len(text) <= 400 else "... " + text[-400:]

@@ -1,8 +1,7 @@
-"""Conversion of tensors and settings to Flower's records, and back from records that others have
-sent.
+"""Conversion of tensors and settings to Flower's records, and reading of received records.
 
-All tensors of a message are one safetensors blob, sent with its SHA-256. Flower's own arrays are
-never parsed: their headers can ask for any amount of memory. A record is checked in the order of
+All tensors of a message form one safetensors blob, sent with its SHA-256. Flower's own arrays are
+never parsed: their headers can request any amount of memory. A record is checked in the order of
 cost: number of bytes, digest, names and shapes.
 """
 
@@ -24,11 +23,11 @@ from bayesfl.federation.rounds.admission import PROTOCOL, Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
-"""Least number of bytes that a blob may have beyond its tensors; it may have twice those of names
-and shapes if that is more.
+"""Number of bytes that a blob may have in addition to its tensors, or twice the size of names and
+shapes if that is more.
 """
 ANY, SHARE = Range(-math.inf), Range(0, 1, "[]")
-ENDLESS = Range(0, math.inf, "[]")  # as of conformal intervals where a client has few rows
+ENDLESS = Range(0, math.inf, "[]")  # conformal intervals are infinite for clients with few rows
 MEASURES = {
     # of classes
     "accuracy": SHARE,
@@ -51,15 +50,15 @@ MEASURES = {
     "width": ENDLESS,
     "interval_score": ENDLESS,
 }
-"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`, and where
-their values lie.
+"""Measures that clients report on their predictions, by the names of `bayesfl.metrics`, and their
+ranges.
 """
-OWN = 20  # measures of a user's own that a client may send besides
+OWN = 20  # maximum number of a user's own measures that a client may send
 T = TypeVar("T", bool, int, float, str, list)
 
 
 class RecordError(ValueError):
-    """An error raised when a received record is malformed, or not as declared."""
+    """Raised when a received record is malformed, or not as declared."""
 
 
 def pack(tensors: Mapping[str, Any]) -> tuple[ArrayRecord, str]:
@@ -80,11 +79,11 @@ def unpack(
         content: The received message's records.
         name: The record's name.
         digest: The digest that was sent with it.
-        most: Largest number of bytes that it may have; None for any number.
+        most: Maximum number of bytes; None for no limit.
 
     Raises:
-        RecordError: The record is absent, has too many bytes, does not match its digest, or holds
-            no tensors.
+        RecordError: The record is absent, has too many bytes, does not match its digest, or
+            contains no tensors.
     """
     from safetensors.torch import load
 
@@ -97,20 +96,20 @@ def unpack(
             f"record {name!r} has {len(blob)} bytes, more than the {most} that were declared"
         )
     if hashlib.sha256(blob).hexdigest() != digest:
-        raise RecordError(f"record {name!r} was damaged on its way: its digest does not match")
+        raise RecordError(f"record {name!r} was damaged in transit: its digest does not match")
     try:
         return {name: t.clone() for name, t in load(blob).items()}  # aligned, as in a simulation
-    except Exception as error:  # bytes that are no tensors may raise anything
-        raise RecordError(f"record {name!r} holds no tensors: {error}") from error
+    except Exception as error:  # invalid bytes may raise anything
+        raise RecordError(f"record {name!r} contains no tensors: {error}") from error
 
 
 def message(parts: Mapping[str, Any], **settings: Any) -> RecordDict:
-    """Return records with settings, the protocol among them."""
+    """Return records with settings, including the protocol."""
     return RecordDict({**parts, "config": ConfigRecord({"protocol": PROTOCOL, **settings})})
 
 
 def of_answer(found: Tensors, **settings: Any) -> RecordDict:
-    """Return an answer to a question of a survey as a message, with settings."""
+    """Convert an answer to a question of a survey to a message, with settings."""
     record, digest = pack(found)
     return message({"answer": record}, digest=digest, **settings)
 
@@ -118,11 +117,11 @@ def of_answer(found: Tensors, **settings: Any) -> RecordDict:
 def answer(
     content: RecordDict, shapes: Mapping[str, tuple[int, ...]], client: int
 ) -> dict[str, Tensor]:
-    """Return a client's answer to a question of a survey, by the shapes that were asked for; of
-    numbers of its own, those at its own place alone.
+    """Return a client's answer to a question of a survey, with the requested shapes; of numbers
+    that each client has separately, only those at its own place.
 
     Raises:
-        ValueError: It is malformed, or of another form.
+        ValueError: The answer is malformed, or has another form.
     """
     most = most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
     found = unpack(content, "answer", setting(content, "digest", str), most=most)
@@ -133,7 +132,7 @@ def answer(
 
 
 def most_bytes(declared: Declared) -> int:
-    """Return how many bytes a record of declared tensors may have."""
+    """Return the maximum number of bytes of a record of declared tensors."""
     tensors = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
     return tensors + max(
         HEADER, 2 * sum(len(name) + 8 * (len(shape) + 8) for name, (shape, _) in declared.items())
@@ -168,21 +167,21 @@ def measures(content: RecordDict, split: str) -> dict[str, float]:
 
 
 def measure(content: RecordDict, record: str, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent, or no value of `MEASURES`."""
+    """Return a number that a client measured; None if absent or out of range."""
     found = content.get(record)
     value = found.get(name) if isinstance(found, MetricRecord) else None
     return value if isinstance(value, float) and value in MEASURES.get(name, ANY) else None
 
 
 def same_protocol(content: RecordDict) -> None:
-    """Check the protocol that a message states.
+    """Check the protocol of a message.
 
     Raises:
-        RecordError: It is another than that of this code.
+        RecordError: It differs from that of this code.
     """
     if (theirs := setting(content, "protocol", int)) != PROTOCOL:
         raise RecordError(
-            f"the message is of protocol {theirs}, and this code speaks protocol {PROTOCOL}; "
+            f"the message has protocol {theirs}, but this code uses protocol {PROTOCOL}; "
             "install the same version of bayesfl on the server and all nodes"
         )
 

@@ -1,4 +1,4 @@
-"""The roster of a federation over Flower: which node is which client."""
+"""The roster of a federation over Flower: the assignment of nodes to clients."""
 
 import logging
 import math
@@ -18,25 +18,25 @@ from bayesfl.flower.post import REMIND, content_of, pull, push
 
 log = logging.getLogger(__name__)
 NOT_SENT = "not sent"
-"""In place of a digest, by a node without the secret that keys it."""
+"""Replaces a digest from a node without the secret that keys it."""
 LONGEST = 200
-"""Most characters of a client's name, or of what else a node says in words."""
+"""Maximum number of characters of a client's name, or of another text from a node."""
 
 
 @dataclass
 class Hello(ABC):
-    """The nodes that are there, and the question who they are, which is put again until all clients
-    are known. A subclass says of an answer whose it is.
+    """Find the connected nodes and ask each which client it is, until all clients are known; a
+    subclass reads the answers.
 
     Args:
         clients: Number of clients J.
         hello: Settings of the question.
-        patience: Seconds that a node has to answer before it is asked again; it loads its data in
+        patience: Seconds after which a node without answer is asked again; it loads its data in
             this time.
         nodes: Nodes of the clients, {client: node}.
         names: Names of the clients, {client: name}.
-        refused: Why nodes that are there were not taken, {node: reason}.
-        there: Public keys of the nodes that are there, {node: hexadecimal digits}.
+        refused: Why connected nodes were not accepted, {node: reason}.
+        there: Public keys of the connected nodes, {node: hexadecimal digits}.
     """
 
     clients: int
@@ -47,39 +47,38 @@ class Hello(ABC):
     refused: dict[int, str] = field(default_factory=dict)
     there: dict[int, str] = field(default_factory=dict)
     _asked: dict[int, tuple[str | None, float]] = field(default_factory=dict)
-    """For each node the message whose answer has not come, and when the node is asked again."""
+    """For each node the message without answer, and the time when the node is asked again."""
 
     @abstractmethod
     def missing(self) -> str:
-        """Return in words who has not answered; nothing if all have."""
+        """Return a text on the clients that have not answered; empty if all have."""
 
     @abstractmethod
     def bind(self, node: int, reply: RecordDict) -> None:
-        """Bind a node to the client that it says it is.
+        """Assign a node to the client that its answer names.
 
         Raises:
-            RecordError: It is not taken.
+            RecordError: The node is not accepted.
         """
 
     def wait(self, grid: Grid, *, least: int, timeout: float) -> None:
-        """Wait until every client's node has answered; the log names those that are missing from
-        time to time.
+        """Wait until every client's node has answered; missing clients are logged at intervals.
 
         Args:
             grid: Flower's grid.
             least: Number of clients that must have answered in any case.
-            timeout: Seconds after which the other clients are no longer waited for, and after which
-                a node that was refused ends the wait, if no other one has been taken since.
+            timeout: Seconds after which the server stops waiting for the other clients, and after
+                which a rejected node ends the wait, if no other one was accepted since.
 
         Raises:
-            BadClients: Nodes are there that cannot be taken.
+            BadClients: Connected nodes were not accepted.
         """
         start = taken = time.monotonic()
         said = -math.inf
         while missing := self.missing():
             now = time.monotonic()
             if now - start > timeout and len(self.nodes) >= least:
-                log.warning("going on without %s", missing)
+                log.warning("continuing without %s", missing)
                 return
             changed = self.look(grid)
             taken = now if changed or not self.refused else taken
@@ -91,20 +90,20 @@ class Hello(ABC):
             if now - taken > timeout:
                 told = "; ".join(f"node {node}: {why}" for node, why in self.refused.items())
                 raise BadClients(
-                    f"the server gave up waiting for {missing}: no node was taken for {timeout:g} "
-                    f"seconds (timeout), and of those that are there {told}. Mend these nodes, and "
-                    "start the run again"
+                    f"the server stopped waiting for {missing}: no node was accepted for "
+                    f"{timeout:g} seconds (timeout), and of the connected ones {told}. Repair "
+                    "these nodes, and start the run again"
                 )
             time.sleep(1.0)
 
     def look(self, grid: Grid) -> bool:
-        """Ask new nodes which client they are, take answers that have arrived, and return whether
-        another node was taken; do not wait.
+        """Ask new nodes which client they are, and read answers that have arrived, without waiting;
+        return whether another node was accepted.
         """
         before, now = dict(self.nodes), time.monotonic()
         self.there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
         self.refused = {node: why for node, why in self.refused.items() if node in self.there}
-        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
+        # Do this first: a new question replaces the old one, whose answer would be lost.
         self._hear(grid)
         self._asked = {
             node: (id, again)
@@ -131,7 +130,7 @@ class Hello(ABC):
                 records.same_protocol(content)
                 self.bind(node, content)
             except records.RecordError as error:
-                log.warning("node %d is not taken: %s", node, error)
+                log.warning("node %d is not accepted: %s", node, error)
                 self.refused[node] = str(error)
             else:
                 self.refused.pop(node, None)
@@ -139,17 +138,17 @@ class Hello(ABC):
 
 @dataclass
 class Roster(Hello):
-    """The clients of an experiment and their nodes.
+    """Hold the clients of an experiment and their nodes.
 
-    A client is bound to the public key of the node that was first taken for it; the binding is in
-    the server's checkpoint. If nodes have no keys, anyone who reaches the SuperLink can act as any
-    client.
+    A client is bound to the public key of the first node that was accepted for it; the binding is
+    stored in the server's checkpoint. If nodes have no keys, anyone who reaches the SuperLink can
+    act as any client.
 
     Args:
-        keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
+        keys: Public keys of the bound clients, {client: hexadecimal digits}.
         counts: Numbers of training examples, {client: n}.
         splits: The splits in which clients have rows, {client: names}.
-        predicted: What clients predict, {client: (task, number of classes or targets)}.
+        predicted: The clients' prediction tasks, {client: (task, number of classes or targets)}.
     """
 
     keys: dict[int, str] = field(default_factory=dict)
@@ -168,7 +167,7 @@ class Roster(Hello):
         return tuple(self.names.get(client, "") for client in range(self.clients))
 
     def called(self, client: int) -> str:
-        """Return how a person calls a client."""
+        """Return a client's number and name for messages."""
         return called(client, self.everyone())
 
     def sizes(self) -> np.ndarray:
@@ -182,10 +181,10 @@ class Roster(Hello):
         return sorted(client for client, names in self.splits.items() if split in names)
 
     def bind(self, node: int, reply: RecordDict) -> None:
-        """Bind a node to the client that it says it is.
+        """Assign a node to the client that its answer names.
 
         Raises:
-            RecordError: The answer is no valid one, or another node or key is bound to that client.
+            RecordError: The answer is invalid, or another node or key is bound to that client.
         """
         key, there = self.there[node], self.there
         client, n, outputs = (
@@ -195,7 +194,7 @@ class Roster(Hello):
         splits = frozenset(map(str, records.setting(reply, "splits", list)))
         if not 0 <= client < self.clients:
             raise records.RecordError(
-                f"it says that it is client {client}, and clients are 0 to {self.clients - 1}"
+                f"it claims to be client {client}, but clients are 0 to {self.clients - 1}"
             )
         if not 1 <= len(name) <= LONGEST:
             raise records.RecordError(
@@ -203,41 +202,41 @@ class Roster(Hello):
             )
         if (known := self.names.get(client, name)) != name:
             raise records.RecordError(
-                f"client {client} was called {known!r}, and its data call it {name!r} now; start "
-                "each node with the client-id and the data that it had, or start a new experiment"
+                f"client {client} was called {known!r}, but its data now call it {name!r}; start "
+                "each node with its earlier client-id and data, or start a new experiment"
             )
         if n < 1:
-            raise records.RecordError(f"client {client} says that it has {n} training examples")
+            raise records.RecordError(f"client {client} reports {n} training examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
             raise records.RecordError(
-                f"{self.called(client)} is node {self.nodes[client]} already; give every node a "
-                f"client-id of its own, got {name!r}"
+                f"{self.called(client)} is node {self.nodes[client]} already; give every node its "
+                f"own client-id, got {name!r}"
             )
         if client in self.keys and self.keys[client] != key:
             raise records.RecordError(
-                f"{self.called(client)} is bound to another node's key; start the node with the "
-                "key file that it had (without one it makes a new key at each start), or start a "
+                f"{self.called(client)} is bound to another node's key; start the node with its "
+                "earlier key file (without one it makes a new key at each start), or start a "
                 "new experiment"
             )
         others = [c for c, known in self.keys.items() if known == key and c != client]
         if key and others:
             raise records.RecordError(
-                f"its key is that of {self.called(others[0])}; give every node a key of its own"
+                f"its key is that of {self.called(others[0])}; give every node its own key"
             )
         self.names[client] = name
         for kind in ("transform", "augment", "columns"):
             digest = records.setting(reply, kind, str)
             if digest == NOT_SENT and NOT_SENT not in self._changes.values():
                 log.warning(
-                    "whether all nodes read rows by the same %s is not looked at: give each the "
-                    "same shared-secret in --node-config",
+                    "not checked: whether all nodes use the same %s; for this check set the same "
+                    "shared-secret in each node's --node-config",
                     kind,
                 )
             if self._changes.setdefault(kind, digest) != digest:
                 log.warning(
-                    "%s has another %s of its inputs than the first client that answered, or "
-                    "none: the model would read its rows as something else; make every node's "
-                    "data by the same function or columns, unless that is meant",
+                    "%s has no or another %s of its inputs than the first client that answered, so "
+                    "the model would interpret its rows differently; use the same function or "
+                    "columns on every node, unless this is intended",
                     self.called(client),
                     kind,
                 )

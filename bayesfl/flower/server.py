@@ -1,5 +1,5 @@
-"""The server's side of a federation over Flower: rounds with the simulation's cohorts, draws and
-sums.
+"""The server's side of a federation over Flower: rounds with the same cohorts, draws and sums as in
+a simulation.
 """
 
 import inspect
@@ -49,17 +49,17 @@ from bayesfl.flower.states import state_name
 
 log = logging.getLogger(__name__)
 RESTARTS = 3
-"""How often a survey begins again because a client of its cohort did not answer."""
+"""Maximum number of restarts of a survey after a client of its cohort did not answer."""
 
 
 @declared
 def server_app(algorithm: Method, **options: Any) -> ServerApp:
     """Make a Flower ServerApp that runs `serve` with these options.
 
-    If options depend on the run's configuration, call `serve` in a main function of your own.
+    If options depend on the run's configuration, call `serve` in your own main function.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `serve` has no such option.
+        TypeError: `algorithm` is not an `Algorithm`, or `serve` has no such option.
 
     Example:
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
@@ -100,64 +100,64 @@ def serve(
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same
     seed, up to rounding.
 
-    The server waits until all clients have answered, runs the rounds, and finally has every client
-    predict its test data with the final model. It gives up waiting if a node that is there cannot
-    be taken, and no other one was taken for `timeout` seconds. If the folder of checkpoints holds
-    this experiment, it continues from the newest checkpoint; it then waits for missing clients for
-    `timeout` seconds at most, provided that `admission.min_clients` have answered.
+    The server waits until all clients have answered, runs the rounds, and finally asks every client
+    to predict its test data with the final model. It stops waiting if a connected node is not
+    accepted, and no other one was accepted for `timeout` seconds. If the folder of checkpoints
+    contains this experiment, the run continues from the newest checkpoint; it then waits for
+    missing clients for at most `timeout` seconds, if `admission.min_clients` have answered.
 
     Args:
         grid: Flower's grid, as a ServerApp receives it.
         algorithm: The method, with the same options as the clients'.
         clients: Number of clients J; their ids are 0 to J - 1.
         rounds: Number of rounds in all, including those done before. 0 trains nothing: clients that
-            `start` does not know adapt, and all predict, as with `bf.with_heads(method)` after the
-            run of the method itself.
+            are not in `start` adapt, and all predict, for example with `bf.with_heads(method)`
+            after a run of the method itself.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: How a cohort is drawn, `fixed` or `bernoulli`; None for the method's default.
         train: Which clients train, the `cohort` or `all`; None for the method's default.
-        seed: Seed of all random draws, also of the clients', below 2^63.
+        seed: Seed of all random draws, including the clients', below 2^63.
         dtype: The floating-point type of data and state.
-        timeout: Seconds that a client has for its reply, > 0.
-        admission: Which replies are taken, and what becomes of a round with too few. A client that
-            is skipped starts its next round from its last state that was taken.
-        checkpoint: A folder for checkpoints of the server; without one a server that was killed
-            starts anew.
+        timeout: Time limit for a client's reply in seconds, > 0.
+        admission: Rules for accepting replies and for rounds with too few. A client that is skipped
+            starts its next round from its last accepted state.
+        checkpoint: A folder for checkpoints of the server; without one, a killed server starts
+            again from the beginning.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         start: A deployed federation, or the folder of its checkpoints, from whose state this one
-            begins, as by `simulate(start=)`. Clients are matched by name and go on with the states
-            that they kept; new ones adapt first. A run that goes on from its own checkpoints must
-            have begun from the same state. None for the method's own start.
-        evaluate_every: Rounds between evaluations on the clients' test and validation data, as of
-            `simulate`. None: the final model alone, after the last callback.
+            starts, as in `simulate(start=)`. Clients are matched by name and continue with their
+            stored states; new ones adapt first. A run that continues from its own checkpoints must
+            have started from the same state. None for the method's own start.
+        evaluate_every: Rounds between evaluations on the clients' test and validation data, see
+            `simulate`. None: only the final model, after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see
-            `bayesfl.callbacks`; one that returns True ends the run, after which every client
-            predicts; between evaluations it is measured first, as by `simulate`. A run that goes on
-            calls them first for the round that it goes on from. The state that is returned, and by
-            which clients predict, is the one that they choose, as `EarlyStopping(keep="best")`
-            does; checkpoints are of the last one.
-        calibration: Steps of calibration, as of `Result.calibrate`, which are fitted to the
-            returned state by surveys of the clients before they predict; with the same options as
-            the clients'. A survey's cohort is the clients that answer its first question; where one
-            of them is lost it begins again, three times at most, and is then given up: the clients
-            predict without calibration, which the log says. Columns `calibrated_...` of the history
-            measure the calibrated predictions of test data.
+            `bayesfl.callbacks`; one that returns True ends the run, and every client then predicts.
+            A run that ends between evaluations is evaluated first, as in `simulate`. A continued
+            run calls them first for its last finished round. If a callback selects a state, as
+            `EarlyStopping(keep="best")` does, that state is returned and used for predictions;
+            checkpoints contain the last one.
+        calibration: Steps of calibration, see `Result.calibrate`, with the same options as the
+            clients'. They are fitted to the returned state by surveys of the clients before these
+            predict. A survey's cohort is the clients that answer its first question. If one of them
+            is lost, the survey starts again, at most three times, and is then abandoned: the
+            clients predict without calibration, and an error is logged. Columns `calibrated_...` of
+            the history measure the calibrated predictions of test data.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, `on_round` no list of
-            callbacks, or a step is none.
-        ValueError: An option is outside its range, another server uses the folder, it holds a run
-            of other settings, the method tunes a number and no client has validation data, or a
-            step of calibration does not fit, or no client has rows in its split; `start` is given
-            and clients have the same name, or it names the folder of checkpoints, or the run in
-            that folder began from another state.
+        TypeError: `algorithm` is not an `Algorithm`, `admission` is not an `Admission`, `on_round`
+            is not a list of callbacks, or a step is not a step of calibration.
+        ValueError: An option is outside its range; another server uses the folder, or it contains a
+            run with other settings; the method tunes a number and no client has validation data; or
+            a step of calibration does not fit, or no client has rows in its split. With `start`:
+            clients have the same name, or it names the folder of checkpoints, or the run in that
+            folder started from another state.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method; or
-            no client has kept its state of the run that `start` is.
-        BadClients: A reply is missing or bad, and bad clients stop the run. Or nodes are there that
-            cannot be taken, such as those with another method, and no other one was taken for
+            no client has kept its state of the run in `start`.
+        BadClients: A reply is missing or bad, and bad clients stop the run. Or connected nodes are
+            not accepted, such as those with another method, and no other one was accepted for
             `timeout` seconds.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
-        DivergenceError: The server's state is no longer finite. As by `simulate`, an error in a
+        DivergenceError: The server's state is no longer finite. As in `simulate`, an error in a
             round or after the last one carries the run as `error.result`.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
@@ -180,7 +180,7 @@ def serve(
     )
     admission.check(settings.largest(clients))
     if settings.seed >= 2**63:
-        raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
+        raise ValueError(f"seed must be below 2**63 to fit into a message, got {seed}")
     steps = surveying.checked_steps(calibration)
     files.described_steps(steps)
     with files.claimed(checkpoint):
@@ -191,14 +191,14 @@ def serve(
 
 @dataclass
 class _OverFlower(Clients[Deployed]):
-    """The clients of a run over Flower, see `Clients`.
+    """Provide access to the clients of a run over Flower, see `Clients`.
 
     Args:
         grid: Flower's grid.
-        admission: Which replies are taken.
-        timeout: Seconds that a client has for its reply.
+        admission: Rules for accepting replies.
+        timeout: Time limit for a client's reply in seconds.
         folder: The folder for checkpoints; None for no checkpoints.
-        callbacks: What is called after each round; the best states that they hold are kept.
+        callbacks: Functions called after each round; the best states that they hold are kept.
         calibration: Steps of calibration, fitted after the last round.
     """
 
@@ -211,9 +211,9 @@ class _OverFlower(Clients[Deployed]):
     network: Connection = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """For each checkpoint that is kept, by its round, the state's `base`."""
+    """For each kept checkpoint, by its round, the state's `base`."""
     evaluated: int = -1
-    """Number of rounds that were done at the last evaluation of this server."""
+    """Number of rounds done at this server's last evaluation."""
 
     def begin(
         self,
@@ -223,9 +223,7 @@ class _OverFlower(Clients[Deployed]):
         dtype: torch.dtype,
         begins: Deployed | str | os.PathLike[str] | None,
     ) -> Deployed:
-        """Return the state from which the run starts or continues, once the clients have
-        answered.
-        """
+        """Return the state from which the run starts or continues, after clients have answered."""
         state, session = None, secrets.token_hex(4)
         before = opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and files.checkpoints(self.folder):
@@ -233,7 +231,7 @@ class _OverFlower(Clients[Deployed]):
             state = taken_up(saved, settings, clients, dtype, session, self.calibration)
             if before is not None:
                 refuse_other_start(self.folder, state.began, before.origin)
-            log.info("going on after round %d of experiment %s", state.round, state.experiment)
+            log.info("continuing after round %d of experiment %s", state.round, state.experiment)
             self.kept = bases(self.folder, clients)
         elif before is not None and settings.rounds:
             warn_of_seed(before.settings.seed, settings.seed)
@@ -243,7 +241,7 @@ class _OverFlower(Clients[Deployed]):
             clients,
             {
                 "algorithm": digest_of(agreed),
-                "agreement": json.dumps(agreed),  # so that a node can say where its own differs
+                "agreement": json.dumps(agreed),  # lets a node report where its own differs
                 "experiment": experiment,
             },
             # Answers are read between rounds, and a round may last `timeout` seconds.
@@ -282,7 +280,7 @@ class _OverFlower(Clients[Deployed]):
         )
         check_tunable(algorithm, roster.having("validation"), "no client has any: give them some")
         self._check_calibration()
-        self.save(state)  # experiment, session and keys are stored before anything depends on them
+        self.save(state)  # experiment, session and keys must be stored before they are used
         if state.before is not None and not state.round and state.start and algorithm.adapt:
             places = enumerate(state.before.places)
             state = self._adapted(
@@ -292,8 +290,8 @@ class _OverFlower(Clients[Deployed]):
         return state
 
     def _named(self, state: Deployed) -> list[tuple[str, ...]]:
-        """Return the `base` of each state that may be asked for again: of checkpoints, and of the
-        best states that callbacks keep.
+        """Return the `base` of each state that may be needed again: of checkpoints, and of the best
+        states that callbacks keep.
         """
         best = [getattr(callback, "best", None) for callback in self.callbacks]
         return [
@@ -306,8 +304,8 @@ class _OverFlower(Clients[Deployed]):
         ]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
-        """Let new clients adapt to the server's state, from which they then begin; one that does
-        not begins from the method's own start.
+        """Let new clients adapt to the server's state, from which they then start; if a client
+        fails to adapt, it starts from the method's own start.
         """
         base = list(state.base)
         messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
@@ -332,8 +330,7 @@ class _OverFlower(Clients[Deployed]):
         return self.evaluate(run, None) if calibrates or self.evaluated != run.round else run
 
     def _check_calibration(self) -> None:
-        """Check, before anything is trained, that the steps of calibration fit what the clients
-        predict, and their splits.
+        """Check before training that the steps of calibration fit the clients' task and splits.
 
         Raises:
             ValueError: A step does not fit, or no client has rows in its split.
@@ -342,15 +339,15 @@ class _OverFlower(Clients[Deployed]):
             step.start(self._outputs())
             if not self.network.roster.having(step.split):
                 raise ValueError(
-                    f"{type(step).__name__} reads the split {step.split!r}, and no client has rows "
+                    f"{type(step).__name__} reads the split {step.split!r}, but no client has rows "
                     f"in it: let load_data make them with {step.split}=0.1, or pass split="
                 )
 
     def _outputs(self) -> Outputs:
-        """Return what is predicted, as the clients say.
+        """Return the description of the targets that the clients report.
 
         Raises:
-            ValueError: They do not agree.
+            ValueError: The clients' descriptions differ.
         """
         roster = self.network.roster
         kinds = {
@@ -362,7 +359,7 @@ class _OverFlower(Clients[Deployed]):
                 for (task, count), client in kinds.items()
             )
             raise ValueError(
-                "the clients do not predict the same, so their answers cannot be added: "
+                "the clients do not predict the same targets, so their answers cannot be added: "
                 f"{differing}"
             )
         ((task, count),) = kinds
@@ -372,20 +369,20 @@ class _OverFlower(Clients[Deployed]):
         """Conduct a survey among the clients that have rows in its split, and return its last
         state.
 
-        The first question brings the model, by which a client predicts once; those that answer are
-        the survey's cohort. Further questions go to them alone, without the model but for surveys
-        of the method's predictor that do not read the last layer alone. Where a client of the
-        cohort is lost, the survey begins again.
+        The first question includes the model, with which a client predicts once; the clients that
+        answer are the survey's cohort. Further questions are sent only to them, and without the
+        model, except in surveys of the method's predictor that read more than the last layer. If a
+        client of the cohort is lost, the survey starts again.
 
         Args:
-            run: The federation, with the steps of calibration that are fitted.
+            run: The federation, with the fitted steps of calibration.
             survey: The survey.
             name: Its name in messages.
 
         Raises:
-            ValueError: As by `bayesfl.base.surveys.conduct`.
+            ValueError: See `bayesfl.base.surveys.conduct`.
             BadClients: A client does not answer, or wrongly, and bad clients stop the run.
-            FailedSurvey: Clients were lost each of the times that it began.
+            FailedSurvey: Clients were lost in every attempt.
         """
         what, network, began = type(survey).__name__, self.network, 0
         roster, admission = network.roster, self.admission
@@ -404,8 +401,8 @@ class _OverFlower(Clients[Deployed]):
                 tolerant=admission.skips,
                 survey=name,
                 survey_states={**before, name: state},
-                # A predictor's survey is made of the model, which a client does not keep; one of
-                # heads is made of what the client keeps.
+                # A predictor's survey needs the model, which a client does not store; a survey of
+                # heads needs only what the client stores.
                 whole=cohort is None or getattr(survey, "reads", "head") != "head",
             )
             found: dict[int, Tensors] = {}
@@ -435,14 +432,14 @@ class _OverFlower(Clients[Deployed]):
                 began, cohort = began + 1, None
                 if began > RESTARTS:
                     raise FailedSurvey(
-                        f"{what} is given up after it began {began} times: {error}; start the "
-                        "server again, with its folder of checkpoints, when the clients are back"
+                        f"{what} is abandoned after {began} attempts: {error}; start the server "
+                        "again, with its folder of checkpoints, when the clients are back"
                     ) from error
-                log.warning("%s begins again: %s", what, error)
+                log.warning("%s starts again: %s", what, error)
 
     def calibrate(self, state: Deployed) -> Deployed:
-        """Fit the steps of calibration by surveys of the clients; if one is given up, none is
-        fitted, and the log says so.
+        """Fit the steps of calibration by surveys of the clients; if one is abandoned, none is
+        fitted, and an error is logged.
         """
         try:
             fitted = state = self._answered(state)
@@ -456,12 +453,12 @@ class _OverFlower(Clients[Deployed]):
         return fitted
 
     def _answered(self, state: Deployed) -> Deployed:
-        """Return the state with what clients answer to the surveys of the method's predictor, once
-        for a state.
+        """Return the state with the clients' answers to the surveys of the method's predictor,
+        conducted once for each state.
 
         Raises:
             ValueError: No client has rows in a survey's split, or a survey's answers do not fit.
-            FailedSurvey: A survey was given up.
+            FailedSurvey: A survey was abandoned.
         """
 
         def ask(name: str, survey: Survey[Any], known: Known) -> Tensors:
@@ -472,8 +469,8 @@ class _OverFlower(Clients[Deployed]):
         return replace(state, after=(*answers_of(known, state.algorithm), *state.steps))
 
     def evaluate(self, run: Deployed, attempt: Journey | None) -> Deployed:
-        """Send the model to every client, which stores its own and predicts; the means of the
-        clients' measures go into the history.
+        """Send the model to every client, which stores its own and predicts; add the means of the
+        clients' measures to the history.
         """
         self.evaluated = run.round
         self.network.roster.look(self.grid)
@@ -519,7 +516,7 @@ class _OverFlower(Clients[Deployed]):
         return run
 
     def save(self, run: Deployed) -> None:
-        """Write a checkpoint, if there is a folder for them."""
+        """Write a checkpoint, if there is a folder for checkpoints."""
         if self.folder is None:
             return
         roster = self.network.roster

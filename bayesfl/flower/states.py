@@ -1,13 +1,13 @@
 """A client's private states on its own disk, one file for each round.
 
-The server names the state from which a client starts a round: that of its last reply that was
-taken, or the initial one. The client writes its new state under another name. So after a repeated
-message, a lost or rejected reply, or a restart of the server from a checkpoint, the client finds
-the state that the server names, and never a later one.
+The server names the state from which a client starts a round: that of its last accepted reply, or
+the initial one. The client writes its new state under another name. After a repeated message, a
+lost or rejected reply, or a restart of the server from a checkpoint, the client therefore finds the
+named state, and never a later one.
 
-A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A server that was
-restarted has another session, so that work which a client still does for the session before is
-never mistaken for work of the present one.
+A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A restarted server has
+another session, so that results of a client's work for an earlier session cannot be confused with
+those for the present one.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from bayesfl.federation.store import files
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE_NAME = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
-"""What a node says of a state that it has not kept until another run began from it; the server
-recognises the case by these words.
+"""Text in a node's message on a missing state from an earlier run from which another run started;
+the server recognises the case by this text.
 """
 ANEW = (
-    "let the client begin anew: on the server, pass "
+    "to let the client start anew, pass on the server "
     "start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with another "
     "name in this client's place"
 )
-"""What to do where a state of the run before is lost."""
+"""Remedy if a state of the earlier run is lost."""
 
 
 def state_name(round: int, session: str) -> str:
     """Return a state's name.
 
     Raises:
-        ValueError: `session` is not eight hexadecimal digits, so that the name could lead out of
-            the folder.
+        ValueError: `session` is not eight hexadecimal digits; the name could then point outside the
+            folder.
     """
     if not STATE_NAME.fullmatch(name := f"{round:06d}-{session}"):
         raise ValueError(
@@ -51,17 +51,17 @@ def state_name(round: int, session: str) -> str:
 
 
 class States:
-    """The stored states of one client in one experiment.
+    """Store the states of one client in one experiment.
 
     Args:
-        folder: The folder in which clients keep their states.
+        folder: The folder in which clients store their states.
         experiment: The experiment's name, as the server sent it.
         client: The client's id.
-        name: The client's name, by which a state that is another client's is recognised.
+        name: The client's name, which identifies another client's state.
 
     Raises:
-        ValueError: `experiment` has other characters than a name may have, so that it could lead
-            out of the folder.
+        ValueError: `experiment` contains characters that are not allowed in a name; it could then
+            point outside the folder.
     """
 
     def __init__(
@@ -75,17 +75,15 @@ class States:
             )
         self.folder = Path(folder) / experiment / f"client-{client}"
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # readable by its owner alone: personal models
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # only the owner may read personal models
 
     def clean(self) -> None:
-        """Remove temporary files that a killed process has left, and predictions that were kept for
-        surveys.
-        """
+        """Remove temporary files of a killed process, and predictions stored for surveys."""
         remove_leftovers(self.folder, ".safetensors")
         self.forget_kept()
 
     def forget_kept(self) -> None:
-        """Delete predictions that were kept for surveys."""
+        """Delete predictions that were stored for surveys."""
         for file in self.folder.glob("survey-*.safetensors"):
             file.unlink(missing_ok=True)
 
@@ -98,8 +96,8 @@ class States:
 
         Args:
             name: The state's name.
-            now: The experiment that asks for it, which may have begun from this one; the remedy
-                depends on it.
+            now: The experiment that needs it, which may have started from this one; the remedy in
+                the error message depends on it.
 
         Raises:
             CheckpointError: The state is absent or damaged.
@@ -111,25 +109,24 @@ class States:
             before = now != self.folder.parent.name
             what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
             raise CheckpointError(
-                f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or "
-                f"{remedy}"
+                f"{str(self.folder)!r} has no state {name}{what}; restore the folder, or {remedy}"
             )
         found = files.read_file(file, files.NODE)
         if found["client"] != self._name:
             raise CheckpointError(
-                f"the client's state {name} is of {found['client']!r}, and this node's data are of "
-                f"{self._name!r}: start each node with the client-id that it had"
+                f"the client's state {name} belongs to {found['client']!r}, but this node's data "
+                f"belong to {self._name!r}: start each node with its earlier client-id"
             )
         return found["rows"]
 
     def forget(self, round: int, *, named: Collection[str], sessions: Collection[str]) -> None:
-        """Delete the states that will not be asked for again.
+        """Delete the states that will not be needed again.
 
         Args:
             round: The current round; states written in it are kept.
             named: States that the server or one of its checkpoints names, which are kept.
             sessions: The server's sessions, the present one last. States of other sessions are
-                kept, since a message that arrives late does not know of later sessions.
+                kept, because a late message may belong to an earlier session.
         """
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
@@ -141,8 +138,8 @@ class States:
                 file.unlink(missing_ok=True)
 
     def kept(self, name: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what was kept for surveys under a name, as `made_by` and `predictions`; None where
-        that is nothing, or something else made it.
+        """Return the content stored for surveys under a name, as `made_by` and `predictions`; None
+        if there is none, or it was made from another state.
         """
         with contextlib.suppress(CheckpointError):
             found = files.read_file(self.folder / f"survey-{name}.safetensors", files.NODE)

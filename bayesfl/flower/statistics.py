@@ -1,12 +1,12 @@
 """Statistics over a network: sites that answer questions about their tables, and an analysis that
-puts them.
+asks them.
 
 An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simulation. A site is a
-client that answers and does not train: hello, questions and refusals are those of clients. A node
-finds a question by its name in its own app: a client one of its method, a site one of the library's
-own (`bayesfl.stats.wire`), which its policy sees first, as its options come with the message. A
-ledger keeps what was asked in all runs. Of a failure on a site its kind alone is sent, as the text
-of an error can quote the data.
+client that answers and does not train; hello, questions and refusals are those of clients. A node
+finds a question by its name in its own app: a client among those of its method, a site among those
+of the library (`bayesfl.stats.wire`). The site's policy checks a question first, because its
+options come with the message. A ledger records the questions of all runs. If a site fails, it sends
+only the type of the error, because the text could quote the data.
 """
 
 import hashlib
@@ -44,22 +44,23 @@ from bayesfl.stats.terms import Levels, Number
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]
 FILES, NUMBERS = 1000, 10**7
-"""Maximum number of files of own models on a node, and of numbers in each."""
+"""Maximum number of files with own models on a node, and of numbers in each."""
 
 
 def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
     """Make a Flower ClientApp that answers questions about the tables of one site.
 
-    A node's configuration names its policy, in a file of its own, as in
+    A node's configuration names the file with its policy, as in
 
         flower-supernode --node-config 'policy="/etc/bayesfl/policy.toml" data-file="/data/va.csv"'
 
-    Without one the rules of `bf.stats.Policy()` hold. It must name a folder as `state-dir`, where
-    the node keeps a ledger of what was asked, which `bayesfl show` prints, its own model of each
-    fit with own intercepts, and draws of its own coefficients of each mixed model, in CSV files.
+    Without one the rules of `bf.stats.Policy()` apply. The configuration must name a folder as
+    `state-dir`. There the node stores a ledger of all questions, which `bayesfl show` prints, and
+    CSV files with its own model of each fit with own intercepts, and draws of its own coefficients
+    of each mixed model.
 
     Args:
-        load_tables: Function from the context to the tables of this one site, by
+        load_tables: Function from the context to the tables of this one site, from
             `bf.stats.tables({name: frame}, ...)`. All sites must have the same terms. It is called
             for each question.
 
@@ -76,30 +77,28 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         try:
             if "state-dir" not in context.node_config:
                 raise Refused(
-                    "no folder for its ledger of what it was asked: name one in --node-config, as "
+                    "no folder for its ledger of questions: name one in --node-config, as "
                     'state-dir="/var/lib/bayesfl"'
                 )
             path = context.node_config.get("policy")
             policy = Policy() if path is None else Policy.read(str(path))
             with Ledger.opened(Path(str(context.node_config["state-dir"]))) as policy.ledger:
                 yield _AtSite(replace(load_tables(context), policy=policy), policy.ledger, context)
-        except (Refused, records.RecordError):  # whose words are the library's own
+        except (Refused, records.RecordError):  # their texts are the library's own
             raise
-        except Exception as error:  # whose words may be data
-            raise Refused(
-                f"it failed with {type(error).__name__}; its own log says more"
-            ) from error
+        except Exception as error:  # its text may contain data
+            raise Refused(f"it failed with {type(error).__name__}; see its own log") from error
 
     return app_of(here, {"query": _AtSite.hello, "query.survey": _AtSite.survey})
 
 
 @dataclass(frozen=True)
 class _AtSite:
-    """A site on its node.
+    """Represent a site on its node.
 
     Args:
         tables: Its tables, with its policy.
-        ledger: What it was asked.
+        ledger: The record of questions.
         context: The context of the run.
     """
 
@@ -108,10 +107,10 @@ class _AtSite:
     context: Context
 
     def __post_init__(self) -> None:
-        """Check that the tables are those of which the node answered first in the run.
+        """Check that the tables are those of the node's first answer in the run.
 
         Raises:
-            Refused: They are others.
+            Refused: They have changed.
         """
         (site,) = self.tables.sites
         parts = (site.row_hashes(), site.x.numpy(), site.weights.numpy(), site.offset.numpy())
@@ -119,12 +118,12 @@ class _AtSite:
         now = ConfigRecord({"digest": digest.hexdigest()})
         if self.context.state.setdefault("table", now) != now:
             raise Refused(
-                "another table than that of which it answered first in this run, so that sums "
-                "would be of a mixture of both: start the run again"
+                "another table than at its first answer in this run, so that sums would mix both: "
+                "start the run again"
             )
 
     def hello(self, message: Message) -> RecordDict:
-        """Say which site this is, and what its design is."""
+        """Return the message with the site's name and design."""
         (name,) = self.tables.names
         return records.message(
             {},
@@ -135,10 +134,11 @@ class _AtSite:
         )
 
     def survey(self, message: Message) -> RecordDict:
-        """Answer a question, or tell the rule of the policy that refuses it.
+        """Answer a question, or return the rule of the policy that refuses it.
 
         Raises:
-            RecordError: This version has no such question, or it would keep too much here.
+            RecordError: This version has no such question, or the answer would need too large
+                files here.
         """
         content = message.content
         try:
@@ -164,9 +164,9 @@ class _AtSite:
 
 
 def _keep(found: Any, context: Context) -> None:
-    """Write a data frame that a site keeps for itself into its folder. Text that a spreadsheet
-    would run is quoted, as the analyst names columns; the number of files and their size are
-    bounded, as the analyst says how many.
+    """Write a data frame that a site keeps into its folder. Text that a spreadsheet would execute
+    is quoted, because the analyst names the columns; the number and size of files are bounded,
+    because the analyst chooses them.
 
     Raises:
         RecordError: There are too many files, or the frame is too large.
@@ -177,15 +177,15 @@ def _keep(found: Any, context: Context) -> None:
     number = len(list(folder.glob(f"own-{context.run_id}-*.csv"))) + 1
     if len(list(folder.glob("own-*.csv"))) >= FILES or found.size > NUMBERS:
         raise records.RecordError(
-            f"it keeps {FILES} files of its own models at most, of {NUMBERS:,} numbers each; take "
-            "older ones out of its state-dir, or ask for fewer draws"
+            f"it stores at most {FILES} files of its own models, of {NUMBERS:,} numbers each; move "
+            "older ones out of its state-dir, or request fewer draws"
         )
     found = found.rename(columns=_quoted).map(_quoted)
     found.to_csv(folder / f"own-{context.run_id}-{number}.csv", index=False)
 
 
 def _quoted(value: Any) -> Any:
-    """Return a value, text that begins as a formula of a spreadsheet after an apostrophe."""
+    """Return a value; text that a spreadsheet could read as a formula gets an apostrophe first."""
     formula = isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@")
     return f"'{value}" if formula else value
 
@@ -198,16 +198,16 @@ def analysis_app(
     timeout: Seconds = 600.0,
     formula: str | None = None,
 ) -> ServerApp:
-    """Make a Flower ServerApp that runs `analyse` with these options, and prints what the analysis
-    returns.
+    """Make a Flower ServerApp that runs `analyse` with these options, and prints the analysis'
+    result.
 
-    If options depend on the run's configuration, call `analyse` in a main function of your own.
+    If options depend on the run's configuration, call `analyse` in your own main function.
 
     Args:
-        analysis: As of `analyse`.
-        sites: As of `analyse`.
-        timeout: As of `analyse`.
-        formula: As of `analyse`.
+        analysis: See `analyse`.
+        sites: See `analyse`.
+        timeout: See `analyse`.
+        formula: See `analyse`.
 
     Example:
         >>> def analysis(sites):
@@ -236,23 +236,24 @@ def analyse(
 ) -> Any:
     """Wait for the sites, run an analysis of them, and return its result.
 
-    The numbers are those of the simulation with the same tables, as answers are added in the order
-    of the sites' names. What is a site's own, as intercepts or effects, stays on its node; a mixed
-    model asks once more than in a simulation, as nodes keep draws of theirs.
+    The numbers equal those of the simulation with the same tables, because answers are added in the
+    order of the sites' names. A site's own results, such as intercepts or effects, stay on its
+    node; a mixed model asks one more question than in a simulation, because nodes store their own
+    draws.
 
     Args:
         grid: Flower's grid, as a ServerApp receives it.
-        analysis: Function of the sites, which are given to `bf.stats.glm` and the like, as often as
-            it wants; `sites.only(names)` are some of them.
-        sites: Names of the sites that are waited for, or how many.
-        timeout: Seconds that a site has for an answer, > 0.
-        formula: The formula of the sites' tables, by which a fit predicts here; None where they
-            have none. The text that arrives from sites is compared, and never evaluated.
+        analysis: Function of the sites; it may pass them to `bf.stats.glm` and the like any number
+            of times; `sites.only(names)` selects some of them.
+        sites: Names of the expected sites, or their number.
+        timeout: Time limit for a site's answer in seconds, > 0.
+        formula: The formula of the sites' tables, with which a fit predicts here; None if they have
+            none. The text received from sites is compared with it, and never evaluated.
 
     Raises:
-        BadClients: A site does not answer a question; it names the site. Also, a site that is there
-            failed, such as one that cannot read its file, or its tables have other terms than those
-            of the first, and no other one was taken for `timeout` seconds.
+        BadClients: A site does not answer a question; the message names the site. Or a connected
+            site failed, for example because it cannot read its file, or its tables have other terms
+            than those of the first, and no other one was accepted for `timeout` seconds.
         bayesfl.stats.policy.Refusal: A site's policy refuses a question.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
@@ -277,40 +278,40 @@ def analyse(
 
 @dataclass
 class _SiteRoster(Hello):
-    """The sites of an analysis and their nodes; sites are numbered as they come.
+    """Hold the sites of an analysis and their nodes; sites are numbered in the order of arrival.
 
     Args:
-        awaited: The names of those that are waited for; none for any.
-        design: The terms, the offset and the weights of the first that answered.
+        awaited: The names of the expected sites; empty for any.
+        design: The terms, the offset and the weights of the first site that answered.
     """
 
     awaited: tuple[str, ...] = ()
     design: tuple[str, ...] = ()
 
     def missing(self) -> str:
-        """Return how many sites have not answered, and which."""
+        """Return the number and the names of sites that have not answered, as text."""
         lacking = self.clients - len(self.nodes)
         who = f": {sorted({*self.awaited} - {*self.names.values()})}" if self.awaited else ""
         return f"{lacking} of {self.clients} sites{who}" if lacking else ""
 
     def bind(self, node: int, reply: RecordDict) -> None:
-        """Take a node for the site that it says it is.
+        """Assign a node to the site that its answer names.
 
         Raises:
-            RecordError: The answer is no valid one, the site is not waited for, another node is
-                this site, or its design is another one than the first site's.
+            RecordError: The answer is invalid, the site is not expected, another node is this site,
+                or its design differs from the first site's.
         """
         keys = ("name", "terms", "offset", "weighing")
         name, *design = (records.setting(reply, key, str) for key in keys)
         if twice := [self.nodes[j] for j, known in self.names.items() if known == name]:
             raise records.RecordError(f"site {name!r} is node {twice[0]} already")
         if len(self.nodes) == self.clients or (self.awaited and name not in self.awaited):
-            raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
+            raise records.RecordError(f"site {name[:LONGEST]!r} is not expected")
         self.design = self.design or tuple(design)
         if self.design != tuple(design):
             raise records.RecordError(
                 f"sites {self.names[0]!r} and {name!r} have different terms, offsets or weights, "
-                f"{self.design} and {tuple(design)}; ship the same app to all"
+                f"{self.design} and {tuple(design)}; use the same app on all"
             )
         place = len(self.nodes)
         self.nodes[place], self.names[place] = node, name
@@ -318,16 +319,16 @@ class _SiteRoster(Hello):
 
 @dataclass(frozen=True, repr=False)
 class RemoteSites:
-    """Sites on other machines, as `Sites`.
+    """Represent sites on other machines, as `Sites`.
 
     Args:
         grid: Flower's grid.
         nodes: {site: its node}, by name.
         terms: The terms of all sites' designs.
-        offset: Their column of what is added to linear predictors; None where there is none.
-        weighing: What the weights of their rows are.
-        timeout: Seconds that a site has for an answer.
-        formula: The formula of the server's own code, by which it makes the design of rows here.
+        offset: The column of their offsets in linear predictors; None if there is none.
+        weighing: The meaning of the weights of their rows.
+        timeout: Time limit for a site's answer in seconds.
+        formula: The formula of the server's own code, which makes the design of rows here.
     """
 
     grid: Grid
@@ -353,7 +354,7 @@ class RemoteSites:
         return tuple(name for term in self.terms for name in term.columns)
 
     def design(self, frame: Any) -> Tensor:
-        """Return the design of rows that are here, [n, p] in float64.
+        """Return the design of local rows, [n, p] in float64.
 
         Raises:
             ValueError: The sites have a formula and the server none, or it makes other columns.
@@ -376,14 +377,14 @@ class RemoteSites:
         return replace(self, nodes={name: self.nodes[name] for name in self.nodes if name in names})
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
-        """Return how a question is put to all sites.
+        """Return a function that asks all sites a question.
 
         Raises:
-            ValueError: Answers are to be added by something.
+            ValueError: `aggregation` is not None.
         """
         if aggregation is not None:
             raise ValueError(
-                f"over Flower the server sees each site's answers, which {aggregation!r} is to "
+                f"over Flower the server sees each site's answers, which {aggregation!r} would "
                 "hide; it is for simulations: leave aggregation= out"
             )
         text, name = wire.written(survey), type(survey).__name__
@@ -412,7 +413,7 @@ class RemoteSites:
             if absent:
                 why = "; ".join(f"site {site!r}: {absent[site]}" for site in sorted(absent))
                 raise BadClients(
-                    f"{name} has no answer of {why}. sites.only([...]) goes on with the others"
+                    f"{name} has no answer from {why}. sites.only([...]) continues with the others"
                 )
             if refused:
                 raise Refusal(name, dict(sorted(refused.items())))

@@ -1,7 +1,7 @@
-"""Beliefs about weights, which can be used without a federation.
+"""Posteriors of weights, which can be used without a federation.
 
 Those of one module are made by `fit`, or by a function that returns `Samples`, from inputs and
-labels or batches of them; they `predict`, go `to_arviz`, and are saved and loaded.
+labels or batches of them. They have `predict` and `to_arviz`, and can be saved and loaded.
 """
 
 from bayesfl.posteriors.full_gaussian import FullGaussian

@@ -17,13 +17,14 @@ from bayesfl.posteriors.variational import Family
 @dataclass(frozen=True, kw_only=True)
 @declared
 class FullGaussian(Family):
-    """The Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho)), where
-    `lower` is strictly lower triangular.
+    """Represent the Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho))
+    and strictly lower triangular `lower`.
 
-    The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on how
-    wide the belief is. The root makes a step of Adam, which moves all D of a weight as far, change
-    its width no more than a step of its own `rho` does. One belief takes D^2 numbers, 16 MB for
-    2,000 weights in float32, and a step as many: it serves to some thousands of weights.
+    The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on the
+    posterior's width. The factor D^(1/2) compensates for Adam, whose step moves all D coefficients
+    of a weight by the same amount: it changes the weight's width no more than a step of its own
+    `rho`. One posterior takes D^2 numbers, 16 MB for 2,000 weights in float32, and a step takes as
+    many; use it for up to some thousands of weights.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
@@ -39,18 +40,18 @@ class FullGaussian(Family):
     """
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, standard deviation
         `init_scale` everywhere and no correlations.
 
         Raises:
-            MemoryError: The belief, its gradient and an optimiser's state need more bytes than are
-                free; the message says how many.
+            MemoryError: The posterior, its gradient and the optimiser's state exceed the free
+                memory; the message has the size.
         """
         require(
             4 * loc.nbytes * loc.shape[-1],
             available_memory(loc),
             f"a FullGaussian of {loc.shape[-1]} weights, with its gradient and Adam's state,",
-            "take MeanField, or fewer weights, as by pattern='head.*'",
+            "use MeanField, or fewer weights, for example by pattern='head.*'",
         )
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
         lower = loc.new_zeros(*loc.shape, loc.shape[-1])
@@ -73,7 +74,7 @@ class FullGaussian(Family):
 
     def log_density(self, q: Tensors, w: Tensor) -> Tensor:
         """Compute log q(w) [...] in nats at weights `w` [..., D]."""
-        # Of the coefficients torch takes the diagonal to be 1.
+        # torch takes the coefficients' diagonal to be 1.
         away = (w - q["loc"]).unsqueeze(-1)
         solved = torch.linalg.solve_triangular(
             _coefficients(q), away, upper=False, unitriangular=True
@@ -97,12 +98,12 @@ class FullGaussian(Family):
         return precision, (precision @ q["loc"].unsqueeze(-1)).squeeze(-1)
 
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters."""
+        """Return the posterior with these natural parameters."""
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
         return self.of_moments((covariance @ weighted.unsqueeze(-1)).squeeze(-1), covariance)
 
     def of_moments(self, mean: Tensor, covariance: Tensor) -> Tensors:
-        """Return the belief with this mean [..., D] and covariance [..., D, D]."""
+        """Return the posterior with this mean [..., D] and covariance [..., D, D]."""
         root = torch.linalg.cholesky(covariance)
         scale = root.diagonal(dim1=-2, dim2=-1)
         return {
@@ -113,5 +114,5 @@ class FullGaussian(Family):
 
 
 def _coefficients(q: Tensors) -> Tensor:
-    """Return the regression coefficients of weights on those before them, [..., D, D]."""
+    """Return the regression coefficients of each weight on the preceding ones, [..., D, D]."""
     return q["lower"].tril(-1) / q["lower"].shape[-1] ** 0.5

@@ -1,26 +1,27 @@
-"""Heads of clients' own on a common body: last layers w_j ~ N(centre, diag(tau^2)), whose
-hierarchy is fitted by sums over clients.
+"""Clients' own heads on a common body: last layers w_j ~ N(centre, diag(tau^2)), whose hierarchy is
+fitted by sums over clients.
 
 The outputs of a network are linear in its last layer, so a client's posterior given centre and tau
-has one mode, found by Newton's steps, and the Gaussian around it has the exact Hessian. With its
-covariance S_j, T = diag(tau^2) and pull_j = T^-1 (w_j - centre), Laplace's marginal likelihood of a
-client has by the centre the slope pull_j and the information M_j = T^-1 - T^-1 S_j T^-1. With the
-centre's own prior N(0, W), the centre given tau is normal by Newton's steps, with the covariance
-A^-1 = (sum M_j + W^-1)^-1. Of the logarithm of a tensor's tau the marginal likelihood has the slope
+has one mode, found by Newton's steps, and the Gaussian around it has the exact Hessian. Let S_j be
+its covariance, T = diag(tau^2) and pull_j = T^-1 (w_j - centre). Laplace's marginal likelihood of a
+client then has, with respect to the centre, the slope pull_j and the information M_j = T^-1 - T^-1
+S_j T^-1. With a prior N(0, W) of the centre, Newton's steps give a normal posterior of the centre
+given tau, with covariance A^-1 = (sum M_j + W^-1)^-1. With respect to the logarithm of a tensor's
+tau, the marginal likelihood has the slope
 
     sum (w_j - centre)^2 / tau^2 - known + shared,
     known = sum tau^2 M_j,    shared = sum tau^2 M_j A^-1 M_j,
 
-sums over clients and the diagonal entries of the tensor's weights; the last one is there as the
-centre is integrated out. Its curvature is that of as many normal numbers of one variance each,
-2 (known - squares - fit (known - 2 squares)), by the squares of the tensor's block of tau M_j tau
-and fit = sum (w_j - centre)^2 / tau^2 / known. The prior of tau is uniform, so that log tau has a
-mode.
+with sums over clients and the diagonal entries of the tensor's weights; the last term arises
+because the centre is integrated out. The curvature is that of the same number of normal variables
+with one variance, 2 (known - squares - fit (known - 2 squares)), with the squares of the tensor's
+block of tau M_j tau and fit = sum (w_j - centre)^2 / tau^2 / known. The prior of tau is uniform, so
+that log tau has a mode.
 
-A point estimate of tau makes intervals too short where the data say little of it. So the posterior
-is a mixture over a grid of log tau around its mode, and each client's own posterior is the Gaussian
-with that mixture's moments, in which, given tau, the centre's covariance adds S_j T^-1 A^-1 T^-1
-S_j. Where the data say what tau is, the grid is one point.
+A point estimate of tau makes intervals too short if the data contain little information on it.
+Therefore the posterior is a mixture over a grid of log tau around its mode, and each client's
+posterior is the Gaussian with the moments of that mixture; given tau, the centre's covariance adds
+S_j T^-1 A^-1 T^-1 S_j. If the data determine tau, the grid has one point.
 
 Source: Lindley, Smith, "Bayes estimates for the linear model", JRSS B 34, 1972; Gelman, "Prior
 distributions for variance parameters in hierarchical models", Bayesian Analysis 1, 2006, for the
@@ -41,34 +42,35 @@ from bayesfl.curvature.roots import root
 from bayesfl.posteriors.linearised import nll_of_predictive, predictive
 
 ENOUGH = 1e-10
-"""Gain of a step, in nats, below which a head is at its mode."""
+"""Maximum gain of a step, in nats, at which a head counts as converged."""
 CLOSE = 1e-2
-"""The hierarchy is found where no tau changes by more than this share, and the centre's step
-promises less than this number of nats for each client."""
+"""The hierarchy counts as converged if no tau changes by more than this share, and the expected
+gain of the centre's step is below this number of nats for each client."""
 SMALL, MOST = 1e-3, 50
-"""The least tau, of heads that do not differ, and the largest number of questions for the mode."""
+"""Minimum of tau, for heads that do not differ, and maximum number of questions for the mode."""
 FREE = 100.0
-"""The largest tau, as a multiple of that under which a head takes half of what it is from the
-centre: two clients do not bound the tau of a single weight.
+"""Maximum of tau, as a multiple of the tau at which half of a head comes from the centre: two
+clients do not bound the tau of a single weight.
 """
 KNOWN = 0.2
-"""A tau of which the data leave less doubt than so large a share is taken for its estimate."""
+"""Maximum relative uncertainty of a tau for which its estimate is used without a grid."""
 NODES = (-1.5, 0.0, 1.5)
-"""Places of the grid of another tau, in standard deviations of its logarithm."""
+"""Grid of another tau, in standard deviations of its logarithm."""
 SCALES = (0.25, 0.5, 1.0, 2.0)
-"""Multiples of tau that are tried on validation data."""
+"""Multiples of tau that are compared on validation data."""
 WIDTHS = (0.0, 0.5, 1.0)
-"""Multiples of the heads' standard deviations that predictions are tried with there; 0 is the mean.
+"""Multiples of the heads' standard deviations that are compared there for predictions; 0 is the
+mean.
 """
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold what a client's rows say of its network's last layer.
+    """Hold the inputs and labels of a network's last layer for a client's rows.
 
     Args:
-        features: The layer's inputs, after which comes a column of ones where it has a bias, [n,
-            I], in float64.
+        features: The layer's inputs, followed by a column of ones if it has a bias, [n, I], in
+            float64.
         y: Labels or targets, [n, ...].
     """
 
@@ -78,7 +80,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Head:
-    """A last layer, whose weights are a vector: [O, I - 1] of its weight, then [O] of its bias.
+    """Describe a last layer, whose weights are a vector: [O, I - 1] of its weight, then [O] of its
+    bias.
 
     Args:
         outputs: Number of outputs O.
@@ -91,7 +94,7 @@ class Head:
     likelihood: Likelihood
 
     def matrix(self, w: Tensor) -> Tensor:
-        """Return the weights [D] as they multiply features, [O, I]."""
+        """Return the weights [D] as the matrix that multiplies features, [O, I]."""
         if not self.bias:
             return w.reshape(self.outputs, -1)
         weight, bias = w[: -self.outputs], w[-self.outputs :]
@@ -135,7 +138,7 @@ class Head:
 
         Args:
             rows: The client's rows.
-            prior: What `Hierarchy` ends with.
+            prior: The last state of `Hierarchy`.
         """
         means, covariances = [], []
         for centre, tau, spread in zip(prior["centre"], prior["tau"], prior["spread"], strict=True):
@@ -149,7 +152,7 @@ class Head:
         return mean, torch.einsum("k,kab->ab", prior["weight"], torch.stack(covariances)) + between
 
     def spread(self, rows: Rows, covariance: Tensor) -> Tensor:
-        """Return the covariances of the outputs of rows, [n, O, O], by that of the weights,
+        """Return the covariances of the outputs of rows, [n, O, O], given that of the weights,
         [D, D].
         """
         inputs = rows.features.shape[1]
@@ -169,7 +172,7 @@ class Head:
         curvature = factor @ factor.mT
         o, inputs = self.outputs, features.shape[1]
         full = features.new_zeros(o, inputs, o, inputs)
-        for a in range(o):  # one after the other, as all at once would be [n, O, O, I]
+        for a in range(o):  # one at a time, because all at once would need [n, O, O, I]
             weighted = (curvature[:, a, :, None] * features[:, None]).flatten(1)
             full[a] = (features.T @ weighted).reshape(inputs, o, inputs)
         order = self.order(inputs)
@@ -178,7 +181,7 @@ class Head:
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """Hold what clients know of their last layers when they are asked.
+    """Hold the statistics about their last layers from which clients answer surveys.
 
     Args:
         rows: Each client's validation rows; None without any.
@@ -193,14 +196,14 @@ class LocalHeads:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A survey of clients' heads, which finds what they have in common. It ends with K points of
+    """Survey clients' heads to estimate their common distribution. The last state has K points of
     the hierarchy: `centre` [K, D], `tau` [K, D], the centre's covariance `spread` [K, D, D], and
     the points' probabilities `weight` [K].
 
     Args:
         head: The layer.
         sizes: Numbers of weights of its tensors, whose sum is D; each has one tau.
-        start_at: Centre at first, [D].
+        start_at: Initial centre, [D].
     """
 
     head: Head
@@ -208,10 +211,10 @@ class Hierarchy:
     start_at: Tensor
     split = "train"
     reads = "head"
-    sums = "how the client's head lies to the centre of all"
+    sums = "the client's head relative to the centre of all"
 
     def start(self, about: Any, /) -> Tensors:
-        """Return centre and tau at first: of each tensor the root mean square of its weights."""
+        """Return the initial centre and tau, the root mean square of each tensor's weights."""
         centre = self.start_at.double()
         parts = centre.split(self.sizes)
         tau = torch.stack([part.square().mean().sqrt().clamp_min(1e-2) for part in parts])
@@ -220,7 +223,7 @@ class Hierarchy:
         return {"centre": centre, "tau": tau, "width": tau, "spread": none, "n_asked": asked}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of one client's answer, D^2 numbers and some."""
+        """Return the shapes of one client's answer, about D^2 numbers."""
         d, t = len(state["centre"]), len(self.sizes)
         return {
             "n_clients": (),
@@ -260,7 +263,7 @@ class Hierarchy:
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make a step of the centre, of each tau, and of each width of the centre's own prior; or,
-        after these, weigh a point of the grid, and go to the next.
+        after these have converged, weight a point of the grid and move to the next.
         """
         weak = self._each(state["width"] ** -2)
         factor = torch.linalg.cholesky(total["information"] + weak.diag())
@@ -285,7 +288,7 @@ class Hierarchy:
         width = _moved(state["width"], narrower / (2 * of_centre.clamp_min(1e-300)))
         asked = state["n_asked"] + 1
         after = {"centre": centre, "tau": tau, "width": width, "spread": spread, "n_asked": asked}
-        # What the data know a tenth of a weight of goes on towards 0, and changes nothing.
+        # A tensor with information on a tenth of a weight moves on towards 0 without effect.
         settled = (of_centre < 0.1) | ((width / state["width"]).log().abs() < CLOSE)
         settled &= (tau / state["tau"]).log().abs() < CLOSE
         close = promised < CLOSE * float(total["n_clients"]) and bool(settled.all())
@@ -294,8 +297,8 @@ class Hierarchy:
         return after | self._grid(tau, sure.rsqrt()), False
 
     def _grid(self, tau: Tensor, doubt: Tensor) -> Tensors:
-        """Return the points of tau around its mode [T], by the standard deviations of its
-        logarithms, and an empty list of what was found at them.
+        """Return the grid points of tau around its mode [T], from the standard deviations of its
+        logarithms, and an empty list of results at them.
         """
         parts = [
             t * (torch.tensor(NODES if sd > KNOWN else (0.0,)).double() * sd.clamp_max(1)).exp()
@@ -310,7 +313,7 @@ class Hierarchy:
     def _weighed(
         self, state: Tensors, centre: Tensor, spread: Tensor, log: Tensor
     ) -> tuple[Tensors, bool]:
-        """Return the state after a point of the grid: the next one, or all with their weights."""
+        """Return the state after a point of the grid: the next point, or all with their weights."""
         new = {"centres": centre, "spreads": spread, "logs": log}
         state = state | {name: torch.cat([state[name], t[None]]) for name, t in new.items()}
         place = len(state["logs"])
@@ -326,7 +329,7 @@ class Hierarchy:
         }, True
 
     def _each(self, values: Tensor) -> Tensor:
-        """Return each tensor's number [..., T] for each of its weights, [..., D]."""
+        """Repeat each tensor's number [..., T] for each of its weights, [..., D]."""
         return values.repeat_interleave(torch.tensor(self.sizes), -1)
 
     def _by_tensor(self, values: Tensor) -> Tensor:
@@ -334,30 +337,30 @@ class Hierarchy:
 
 
 def _moved(width: Tensor, step: Tensor) -> Tensor:
-    """Return standard deviations after a step of their logarithms, at most a factor e off."""
+    """Return standard deviations after a step of their logarithms, limited to a factor e."""
     return (width * step.clamp(-1, 1).exp()).clamp_min(SMALL)
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A survey of heads, which chooses by the negative log likelihood of validation rows how wide
-    the prior of heads is, and how much of the heads' uncertainty predictions have. It ends with the
-    multiples of tau, `scale`, and of the heads' standard deviations, `width`: 1 where no client has
+    """Survey heads to select, by the negative log likelihood of validation rows, the width of the
+    heads' prior and the share of the heads' uncertainty in predictions. The last state has the
+    multiples of tau, `scale`, and of the heads' standard deviations, `width`: 1 if no client has
     such rows.
 
     Args:
         head: The layer.
-        prior: What `Hierarchy` has ended with.
+        prior: The last state of `Hierarchy`.
     """
 
     head: Head
     prior: Tensors
     split = "train"
     reads = "head"
-    sums = "how the head predicts validation rows under each width of prior and head, in nats"
+    sums = "losses of validation rows under each width of prior and head, in nats"
 
     def start(self, about: Any, /) -> Tensors:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
@@ -381,7 +384,7 @@ class Scaled:
         return {"nll": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the multiples of the least sum."""
+        """Return the multiples with the smallest sum."""
         if not total["nll"].any():
             return {"scale": torch.tensor(1.0), "width": torch.tensor(1.0)}, True
         width, scale = divmod(int(total["nll"].argmin()), len(SCALES))

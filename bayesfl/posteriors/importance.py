@@ -1,12 +1,12 @@
-"""Importance sampling of the parameters of a hierarchy: draws around a mode, and how far the
-weights of draws can be relied on.
+"""Importance sampling of the parameters of a hierarchy: draws around a mode, and a diagnostic of
+the reliability of their weights.
 
-Parameters are (beta, psi): coefficients, and what gives the standard deviations tau of the effects
-of n groups, and others. The larger tau, the less is known of the coefficients whose effects have
-it, as these are known from n groups: their variance given psi grows as tau^2 / n. A Gaussian around
-the mode ignores that, and proposes no draws where tau and beta are both far out; the
-weights of those that it proposes look well all the same. So psi is drawn from a Student t, and beta
-given psi from another one, whose covariance depends on psi.
+Parameters are (beta, psi): coefficients, and the parameters psi of the standard deviations tau of
+the effects of n groups, and others. The larger tau, the less is known about the coefficients with
+these effects, because they are estimated from n groups: their variance given psi grows as
+tau^2 / n. A Gaussian around the mode ignores this and proposes no draws where tau and beta are both
+far out, while the weights of its draws still look good. Therefore psi is drawn from a Student t,
+and beta given psi from another one, whose covariance depends on psi.
 
 Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024,
 for the weights' smoothing and k-hat.
@@ -25,22 +25,22 @@ from torch import Tensor
 from bayesfl.base.random import Purpose, generator
 
 MOVES = 3
-"""How often the proposal is moved to where the weights are."""
+"""Maximum number of times that the proposal is moved to the weighted draws."""
 MOST_K = 0.7
-"""A k-hat above this says that the weights' mean cannot be relied on."""
+"""If k-hat exceeds this value, the weighted mean is unreliable."""
 RESAMPLED = 4000
-"""Number of equally weighted draws that summaries are made of."""
+"""Number of equally weighted draws for summaries."""
 DEGREES, WIDER = 5.0, 1.2
-"""Degrees of freedom of the Student t, and its scale beside that of the Gaussian."""
+"""Degrees of freedom of the Student t, and its scale relative to the Gaussian's."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A distribution of (beta, psi) around a centre.
+    """Describe a distribution of (beta, psi) around a centre.
 
     Args:
         centre: Its centre, [q].
-        covariance: That of the Gaussian around it, [q, q].
+        covariance: Covariance of the Gaussian around it, [q, q].
         coefficients: Number p of coefficients.
         given: Function from draws of psi [K, q - p] to covariances of beta given these, [K, p, p].
     """
@@ -53,12 +53,12 @@ class Proposal:
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return K draws [K, q] with their log densities [K].
 
-        They are at the points of a scrambled Halton sequence, which fills space evenly, so that
-        weighted means vary less than those of random draws.
+        They are the points of a scrambled Halton sequence, which fills space evenly, so that
+        weighted means vary less than with random draws.
 
         Args:
-            count: Their number K.
-            rng: Scrambles the sequence.
+            count: Number K of draws.
+            rng: Generator that scrambles the sequence.
         """
         p, q = self.coefficients, len(self.centre)
         points = stats.qmc.Halton(q + 2, rng=int(rng.integers(2**32))).random(count)
@@ -69,14 +69,14 @@ class Proposal:
         slope = torch.linalg.solve(above, below.T).T
         roots = WIDER * torch.linalg.cholesky(self.given(psi))
         apart, log_beta = student(points[:, q - p + 2 :], points[:, q - p + 1], roots)
-        shift = (psi - self.centre[p:]).clamp(-1, 1) @ slope.T  # where the Gaussian is near
+        shift = (psi - self.centre[p:]).clamp(-1, 1) @ slope.T  # where the Gaussian is accurate
         beta = self.centre[:p] + shift + (roots @ apart[..., None])[..., 0]
         return torch.cat([beta, psi], 1), log_psi + log_beta
 
 
 def student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Return draws of a Student t in its standard form, [K, d], with the log densities [K] of what
-    a root [..., d, d] makes of them.
+    """Return draws of a standard Student t, [K, d], and the log densities [K] after multiplication
+    by a root [..., d, d].
 
     Args:
         points: Uniform numbers, [K, d].
@@ -90,8 +90,8 @@ def student(points: np.ndarray, first: np.ndarray, root: Tensor) -> tuple[Tensor
 
 
 def log_student(squares: Tensor, d: int, root: Tensor) -> Tensor:
-    """Return log densities of what a root [..., d, d] makes of a Student t whose standard form has
-    these squared lengths, [..., K] where the root has leading dimensions.
+    """Return log densities of a standard Student t multiplied by a root [..., d, d], for these
+    squared lengths before the multiplication, [..., K] if the root has leading dimensions.
     """
     constant = (
         math.lgamma((DEGREES + d) / 2)
@@ -104,8 +104,8 @@ def log_student(squares: Tensor, d: int, root: Tensor) -> Tensor:
 
 
 def weights_of(log_ratios: Tensor) -> tuple[np.ndarray, float]:
-    """Return the normalised weights of draws [K], smoothed by Pareto's distribution, and its k-hat:
-    below .7 weighted means can be relied on.
+    """Return the normalised weights of draws [K], smoothed by Pareto's distribution, and k-hat;
+    weighted means are reliable if it is below .7.
 
     Args:
         log_ratios: Logarithms of target over proposal, [K].
@@ -118,7 +118,7 @@ def weights_of(log_ratios: Tensor) -> tuple[np.ndarray, float]:
 
 
 def resampled(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the places of equally weighted draws, [count], by systematic resampling, in random
+    """Return the indices of equally weighted draws, [count], by systematic resampling, in random
     order.
     """
     k = len(weights)
@@ -130,13 +130,13 @@ def resampled(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.n
 
 @dataclass(frozen=True)
 class Weighted:
-    """Weighted draws.
+    """Hold weighted draws.
 
     Args:
         phi: The draws, [K, q].
         weights: Their weights, [K], which sum to 1.
-        k_hat: Pareto's k-hat of these; below .7 weighted means can be relied on.
-        evidence: Log of the integral of what was to be drawn from, in nats.
+        k_hat: Pareto's k-hat; weighted means are reliable if it is below .7.
+        evidence: Log of the integral of the target density, in nats.
         seed: Seed of the draws.
     """
 
@@ -148,11 +148,11 @@ class Weighted:
 
     @property
     def effective(self) -> float:
-        """Return the effective number of the draws."""
+        """Return the effective number of draws."""
         return 1 / float((self.weights**2).sum())
 
     def chosen(self) -> Tensor:
-        """Return the places of equally weighted draws, [S]."""
+        """Return the indices of equally weighted draws, [S]."""
         rng = generator(self.seed, Purpose.POSTERIOR, index=MOVES + 1)
         return torch.from_numpy(resampled(self.weights, RESAMPLED, rng))
 
@@ -166,16 +166,16 @@ def weighted(
     seed: int,
     remedy: str,
 ) -> Weighted:
-    """Return draws with weights that can be relied on, of a proposal that is moved until they can.
+    """Return draws with reliable weights, after moving the proposal as often as needed.
 
     Args:
-        proposal: A `Proposal`, or what draws like it.
-        value: Log density of what is to be drawn from, [K] at draws [K, q], in nats.
+        proposal: A `Proposal`, or an object with its `draw`.
+        value: Log density of the target, [K] at draws [K, q], in nats.
         moved: Function from a proposal, and mean [q] and covariance [q, q] of its weighted draws,
-            to the next one.
+            to the next proposal.
         count: Number K of draws.
         seed: Seed of the draws.
-        remedy: What helps, for the error.
+        remedy: Remedy for the error message.
 
     Raises:
         ValueError: k-hat stays above `MOST_K`.
@@ -192,10 +192,10 @@ def weighted(
         mass = torch.from_numpy(weights)
         centre = mass @ phi
         around = (phi - centre).T @ (mass[:, None] * (phi - centre))
-        # few draws may have all the weight, and then no covariance of their own
+        # a few draws may have all the weight, and then their covariance is singular
         around += 1e-6 * phi.var(0).diag()
         proposal = moved(proposal, centre, around)
     raise ValueError(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
-        f"means cannot be relied on: {remedy}"
+        f"means are unreliable: {remedy}"
     )

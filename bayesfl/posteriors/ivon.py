@@ -1,5 +1,5 @@
-"""IVON: mean-field variational inference by natural gradients, whose precision is a running mean of
-curvature that is estimated from gradients alone.
+"""IVON: mean-field variational inference by natural gradients; its precision is a running mean of
+the curvature, which is estimated from gradients only.
 """
 
 import torch
@@ -37,7 +37,8 @@ def ivon(
     of a module's weights, at the cost of two gradients a step; the module is not changed.
 
     With the mean m, the curvature h of the loss's mean over N examples, d = precision / N, and
-    s = (N (h + d))^(-1/2), a step takes g' at m + s e and m - s e, e standard normal, and
+    s = (N (h + d))^(-1/2), a step computes the gradient g' at m + s e and m - s e, e standard
+    normal, and
 
         h' = g' (w - m) / s^2,          g <- b1 g + (1 - b1) g',
         h <- b2 h + (1 - b2) h' + (1 - b2)^2 (h - h')^2 / (2 (h + d)),
@@ -50,13 +51,13 @@ def ivon(
     step has one draw.
 
     Args:
-        model: As of `MeanField.fit`.
-        x: As of `MeanField.fit`.
-        y: As of `MeanField.fit`.
-        precision: As of `MeanField.fit`.
-        centre: As of `MeanField.fit`.
-        likelihood: As of `MeanField.fit`.
-        pattern: As of `MeanField.fit`.
+        model: See `MeanField.fit`.
+        x: See `MeanField.fit`.
+        y: See `MeanField.fit`.
+        precision: See `MeanField.fit`.
+        centre: See `MeanField.fit`.
+        likelihood: See `MeanField.fit`.
+        pattern: See `MeanField.fit`.
         steps: Number of steps.
         batch_size: Number of examples of a step, for inputs and labels; None for all of them.
         rate: The rate, a number or a schedule over the steps.
@@ -66,7 +67,7 @@ def ivon(
         seed: Seed of the draws and of the order of examples.
 
     Raises:
-        ValueError: As by `MeanField.fit`.
+        ValueError: See `MeanField.fit`.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -97,7 +98,7 @@ def ivon(
         history.append(-torch.stack(energies).mean())
         if not history[-1].isfinite():
             raise ValueError(
-                f"the ELBO is not finite at step {step + 1}: take a lower rate, as rate=0.01, or "
+                f"the ELBO is not finite at step {step + 1}: use a lower rate, as rate=0.01, or "
                 "more curvature=, and scale the inputs"
             )
         slope = torch.stack(slopes)

@@ -9,8 +9,8 @@ where the subscript S restricts to P selected weights of D: all of them (`full`)
 each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the
 linearised network f(x) + J(x) (w - loc).
 
-The last-layer approximation, `last_layer`, is `full` over the last layer's parameters alone. A
-pattern, as `head.*`, takes these alone under any structure.
+The last-layer approximation, `last_layer`, is `full` over only the last layer's parameters. A
+pattern, such as `head.*`, restricts any structure to these parameters.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
 4(3), 1992; Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
@@ -64,21 +64,21 @@ RULED = ("share", "selection", "indices", "seed")
 @in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class Laplace(Drawn):
-    """A fitted Laplace approximation, made by `Laplace.fit`.
+    """Hold a fitted Laplace approximation; made by `Laplace.fit`.
 
-    With `structure="diagonal"` a weight has the width that it has where all others are known, as
-    under a `MeanField`: .82 of the true one for two slopes of correlation .57.
+    With `structure="diagonal"` a weight's standard deviation is that given all other weights, as
+    under a `MeanField`: .82 of the correct one for two slopes of correlation .57.
 
     Args:
         curvature: Curvature of the model at its weights.
         loc: All covered weights, [D] in float64.
         precision: Prior precision of each weight, [D].
         diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
-        structure: Which covariances between weights are kept, see `fit`.
-        examples: Number N of examples that it was fitted to.
-        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which
-            form was chosen and why.
-        weight: How many times each example counts, [N]; None for once.
+        structure: The covariances between weights that are kept, see `fit`.
+        examples: Number N of examples in the fit.
+        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` describe
+            the selected form.
+        weight: Weight of each example, [N]; None for 1.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -128,32 +128,32 @@ class Laplace(Drawn):
             model: Any trained module.
             x: Training inputs [N, ...], or batches of them that can be read twice; several inputs,
                 a tuple or a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
-            y: Labels or targets, which the GGN does not depend on and which are not read: they are
-                taken so that all posteriors are fitted by one call.
+            y: Labels or targets; they are not used, because the GGN does not depend on them, but
+                accepted so that all posteriors have the same call.
             precision: Prior precision, for a likelihood that is a sum over the data: one number, or
                 one for each covered weight [D]; for `kfac` the same within each weight matrix and
-                each bias. No number serves all networks: where it is too small, predictions are
-                worse than those of the weights alone, see
-                `bayesfl.posteriors.prior_precision.by_validation`, which chooses it.
+                each bias. No number suits all networks: if it is too small, predictions are worse
+                than those of the weights alone, see
+                `bayesfl.posteriors.prior_precision.by_validation`, which selects it.
             structure: `full`: all weights with all covariances, by the smaller of primal and dual
-                form, never a D x D matrix where N O < D; `last_layer`: the same of the layer that
-                the network declares last, which is linear; `subnetwork`: some weights with all
-                covariances; `diagonal`: all weights without covariances; `kfac`: a
-                Kronecker-factored GGN of whole linear layers and convolutions, and of norms (batch,
-                layer, group) the GGN's own block of each weight and each bias.
+                form, never a D x D matrix if N O < D; `last_layer`: the same for only the layer
+                that the network declares last, which must be linear; `subnetwork`: some weights
+                with all covariances; `diagonal`: all weights without covariances; `kfac`: a
+                Kronecker-factored GGN of whole linear layers and convolutions, and for norms
+                (batch, layer, group) the GGN's own block of each weight and each bias.
             share: Share of the weights in the subnetwork.
-            selection: Rule that chooses these, or its name, see `bayesfl.selection`.
+            selection: Rule that selects these, or its name, see `bayesfl.selection`.
             indices: Indices of the subnetwork's P weights into the flat vector of covered weights,
-                [P], in place of a rule.
-            seed: Seed of rules that draw.
+                [P], instead of a rule.
+            seed: Seed of random rules.
             likelihood: Distribution of y given the outputs; categorical by default.
-            pattern: Which parameters are covered, a pattern over names such as `body.*`; the others
+            pattern: The covered parameters, as a pattern over names such as `body.*`; the others
                 are constants.
-            weight: How many times each example counts, [N] numbers >= 0, such as its responsibility
-                in a mixture; None for once. It needs inputs in a fixed order, as one tensor or a
-                list of batches; `kfac` has none.
+            weight: Weight of each example, [N] numbers >= 0, such as its responsibility in a
+                mixture; None for 1. It needs inputs in a fixed order, as one tensor or a list of
+                batches; `kfac` does not support it.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
-            memory: Bytes that one matrix may take; by default all free memory.
+            memory: Maximum number of bytes of one matrix; by default all free memory.
 
         Raises:
             TypeError: The likelihood's curvature is not known.
@@ -161,7 +161,7 @@ class Laplace(Drawn):
                 not fit the structure or the data, the curvature is not finite, or the likelihood
                 needs another number of outputs; for `kfac`, `pattern` covers other layers, or a
                 layer in part.
-            MemoryError: A factor needs more bytes than `memory`; the message says how many.
+            MemoryError: A factor exceeds `memory`; the message has its size.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
 
         Example:
@@ -174,8 +174,8 @@ class Laplace(Drawn):
             structure, pattern = "full", last_layer(model)
         if weight is not None and not isinstance(x, Tensor | Mapping | Sequence):
             raise ValueError(
-                f"weight goes by the places of examples, which a {type(x).__name__} may change "
-                "whenever it is read; pass the inputs as one tensor, or as a list of batches"
+                f"weight is matched to examples by position, but a {type(x).__name__} may change "
+                "their order in every pass; pass the inputs as one tensor, or as a list of batches"
             )
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
@@ -201,29 +201,29 @@ class Laplace(Drawn):
         pattern: Pattern | Layout = "*",
         backend: Name = "auto",
     ) -> "Laplace":
-        """Load a posterior that `Laplace.save` wrote, for the model at the weights it was fitted
-        at, on that model's device.
+        """Load a posterior that `Laplace.save` wrote, for the same model at the weights of the fit,
+        on that model's device.
 
-        Its results equal those of the saved posterior to rounding: rows of the dual form are
-        computed anew, in other batches.
+        Its results equal those of the saved posterior up to rounding: rows of the dual form are
+        computed again, in other batches.
 
         Args:
             path: Path of the file.
-            model: The model that the posterior was fitted to.
-            likelihood: Likelihood that it was fitted with; needed only if its class is none of
+            model: The model of the fit.
+            likelihood: Likelihood of the fit; needed only if its class is not in
                 `bayesfl.likelihoods`.
-            pattern: Which parameters the posterior covers, as in `fit`.
+            pattern: The covered parameters, as in `fit`.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
 
         Raises:
-            CheckpointError: The file is absent or damaged, or holds something else.
+            CheckpointError: The file is absent or damaged, or has other content.
             ValueError: The file has another likelihood, or the model has other parameters or other
                 weights.
         """
         meta, tensors = archive.read_kind(path, "laplace")
         likelihood = likelihood_of(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
-        # aligned, as when they were saved.
+        # with the alignment at saving
         tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}
         structure = cast(Structure, meta["structure"])
         check_network(path, meta["network"], meta["parameters"], curvature.module, curvature.layout)
@@ -268,7 +268,7 @@ class Laplace(Drawn):
 
     @property
     def noise_size(self) -> int:
-        """Return how many standard normals one draw takes."""
+        """Return the number of standard normals for one draw."""
         return self.inverse.noise_size
 
     def draw(self, noise: Tensor) -> Tensor:
@@ -276,8 +276,8 @@ class Laplace(Drawn):
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
-        """Place values [..., P] of the selected weights among all weights [..., D], with 0 for the
-        others.
+        """Insert values [..., P] of the selected weights among all weights [..., D]; the others get
+        0.
         """
         if self.indices is None:
             return values
@@ -291,7 +291,7 @@ class Laplace(Drawn):
 
     def entropy(self) -> Tensor:
         """Compute the differential entropy of the selected weights, in nats; the other weights are
-        constants and add nothing.
+        constants and contribute nothing.
         """
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
@@ -304,10 +304,10 @@ class Laplace(Drawn):
                 - 1/2 (log |H_S| - sum_S log precision).
 
         Args:
-            x: The inputs that the posterior was fitted to, [N, ...], or batches of (x, y).
-            y: Labels or targets of `x` [N, ...]; None where batches bring them.
-            centre: Mean of the prior, one number or one for each weight [D]. With loc itself as
-                centre, the evidence has no maximum in the precision.
+            x: The inputs of the fit, [N, ...], or batches of (x, y).
+            y: Labels or targets of `x` [N, ...]; None if they are in the batches.
+            centre: Mean of the prior, one number or one for each weight [D]. If it equals loc, the
+                evidence has no maximum in the precision.
 
         Raises:
             ValueError: `x`, `y` or `centre` does not fit the posterior.
@@ -321,7 +321,7 @@ class Laplace(Drawn):
         return self.evidence(-nll, centre)
 
     def evidence(self, log_likelihood: Tensor, centre: float | Tensor) -> Tensor:
-        """Compute the log evidence of data whose log likelihood at the weights is known, see
+        """Compute the log evidence from the data's log likelihood at the weights, see
         `log_marginal_likelihood`.
         """
         chosen = slice(None) if self.indices is None else self.indices
@@ -348,8 +348,8 @@ class Laplace(Drawn):
 
         Args:
             x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
-            centre: Whether to remove, for classes, the part of the logits that is the same for all
-                classes. It changes no probability, but softmax(kappa f) would depend on it.
+            centre: Whether to remove, for classes, the part of the logits that all classes have in
+                common. It changes no probability, but softmax(kappa f) would depend on it.
                 Daxberger et al. and laplace-torch keep it.
         """
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
@@ -364,7 +364,7 @@ class Laplace(Drawn):
         Args:
             x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
             link: The closed form for classes, `contrasts` or the papers' `per_class`.
-            centre: Whether logits are centred over classes, see `linearised`; of the links only
+            centre: Whether logits are centred over classes, see `linearised`; among the links only
                 `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
         """
@@ -378,15 +378,14 @@ class Laplace(Drawn):
         diagonal and Kronecker factors are reused.
 
         Args:
-            x: The inputs that the posterior was fitted to; None where it is `diagonal` or `kfac`,
-                which do not read them.
+            x: The inputs of the fit; None for the structures `diagonal` and `kfac`, which do not
+                need them.
             precision: The new precision, as in `fit`.
 
         Raises:
-            ValueError: As in `fit`, or `x` has another number of examples than the posterior was
-                fitted to.
-            MemoryError: As in `fit`.
-            torch.linalg.LinAlgError: As in `fit`.
+            ValueError: See `fit`; or `x` has another number of examples than in the fit.
+            MemoryError: See `fit`.
+            torch.linalg.LinAlgError: See `fit`.
         """
         if x is not None and one_batch(x):
             _check_count(self.examples, count(of_batch(x)))
@@ -407,11 +406,11 @@ class Laplace(Drawn):
         return replace(self, precision=prior, inverse=inverse)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior into one file, whole or not at all; `Laplace.load` reads it on any
-        device.
+        """Write the posterior into one file, completely or not at all; `Laplace.load` reads it on
+        any device.
 
-        A dual form keeps the inputs that it was fitted to, which its predictions need: such a file
-        contains training data.
+        With a dual form the file includes the inputs of the fit, which predictions need: such a
+        file contains training data.
         """
         own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
         own |= {} if self.weight is None else {"weight": self.weight}
@@ -427,7 +426,7 @@ class Laplace(Drawn):
 
 
 def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]:
-    """Yield each batch with its inputs alone, and append their number to `counts`."""
+    """Yield only the inputs of each batch, and append their number to `counts`."""
     for inputs in batches(x, torch.empty(0, device=device)):
         counts.append(count(inputs))
         yield {"x": inputs}
@@ -435,8 +434,8 @@ def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]
 
 @dataclass(frozen=True)
 class _Same:
-    """The batches of `x`, as often as they are read: at the end ValueError if they had another
-    number of examples.
+    """Iterate over the batches of `x`; raise ValueError at the end if their number of examples has
+    changed.
     """
 
     x: Data
@@ -453,8 +452,8 @@ class _Same:
 def _check_count(examples: int, found: int) -> None:
     if found != examples:
         raise ValueError(
-            f"x must be the {examples} examples that it was fitted to, got {found}; fit other data "
-            "anew by Laplace.fit"
+            f"x must be the {examples} examples of the fit, got {found}; fit other data with "
+            "Laplace.fit"
         )
 
 
@@ -468,17 +467,17 @@ def _inverse(
     examples: int,
     weight: Tensor | None,
 ) -> Inverse | Kronecker:
-    """Return the covariance of the selected weights, of a structure, by a diagonal of the GGN that
-    is known and by `x`, which must have this number of examples.
+    """Return the covariance of the selected weights for a structure, from the GGN's diagonal and
+    from `x`, which must have this number of examples.
 
     Raises:
         TypeError: `x` is None, and the structure needs it.
-        ValueError: `x` is another number of examples.
+        ValueError: `x` has another number of examples.
     """
     if structure == "diagonal":
         return independent(curvature, prior, diagonal)
     if x is None:
-        raise TypeError(f"structure {structure!r} needs the inputs x that it was fitted to")
+        raise TypeError(f"structure {structure!r} needs the inputs x of the fit")
     same = _Same(x, examples, curvature.device)
     if structure == "kfac":
         return kronecker.invert_factors(curvature, same, prior, diagonal=diagonal)
@@ -486,7 +485,7 @@ def _inverse(
 
 
 def last_layer(model: nn.Module) -> str:
-    """Return a pattern of the parameters of the layer that a network declares last.
+    """Return a pattern for the parameters of the layer that a network declares last.
 
     Raises:
         ValueError: That layer is not linear.
@@ -506,6 +505,6 @@ def last_layer(model: nn.Module) -> str:
 
 
 def _told(precision: Tensor) -> str:
-    """Say in words what the precisions of a prior are."""
+    """Return a prior's precisions as text: one number, or a range."""
     least, most = float(precision.min()), float(precision.max())
     return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"

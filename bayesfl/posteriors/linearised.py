@@ -16,11 +16,11 @@ from bayesfl.curvature.spectral import Spectral
 from bayesfl.likelihoods import Bernoulli, Gaussian, Poisson
 
 Link = Literal["contrasts", "per_class"]
-"""How a Gaussian over the logits becomes probabilities in closed form, see `predictive`."""
+"""Closed form from a Gaussian over the logits to probabilities, see `predictive`."""
 
 
 def kappa(variance: Tensor) -> Tensor:
-    """Return the factor by which a logit of this variance shrinks, (1 + pi variance / 8)^(-1/2).
+    """Return the factor by which a logit with this variance shrinks, (1 + pi variance / 8)^(-1/2).
 
     It is the probit approximation of MacKay (1992), "The evidence framework", eq. 10.
     """
@@ -30,8 +30,8 @@ def kappa(variance: Tensor) -> Tensor:
 def symmetric_root(covariance: Tensor) -> Tensor:
     """Return the symmetric root R [..., O, O] of a covariance, R R.
 
-    Eigenvalues that rounding made negative count as 0, as of centred logits. Unlike a triangular
-    factor, or eigenvectors alone, it hardly changes where the covariance changes by rounding.
+    Eigenvalues that are negative by rounding count as 0, for example for centred logits. Unlike a
+    triangular factor, or eigenvectors alone, the root is stable under rounding of the covariance.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
@@ -54,10 +54,10 @@ def variances(covariance: Tensor | Spectral) -> Tensor:
 
 
 def contrasts(mean: Tensor, covariance: Tensor | Spectral) -> tuple[Tensor, Tensor]:
-    """Return how far each logit lies below the largest one, f_w - f_o [N, O], and the variance of
-    this difference [N, O].
+    """Return the difference of the largest logit and each logit, f_w - f_o [N, O], and the variance
+    of this difference [N, O].
 
-    They do not change if one number is added to all logits of an input, or one random variable.
+    They do not change if a number, or a random variable, is added to all logits of an input.
     """
     most = mean.argmax(-1, keepdim=True)
     own = variances(covariance)
@@ -79,28 +79,27 @@ def predictive(
     *,
     link: Link = "contrasts",
 ) -> Tensors:
-    """Compute the predictive distribution where the outputs are N(mean [N, O], covariance [N, O,
-    O]).
+    """Compute the predictive distribution if the outputs are N(mean [N, O], covariance [N, O, O]).
 
-    For classes, without noise, `probs` [N, O] by one of two links:
+    For classes, without noise, `probs` [N, O] is given by one of two links:
 
     - `contrasts`: proportional to exp(-kappa(s_o^2) (f_w - f_o)), where w is the class of the
       largest logit and s_o^2 the variance of f_w - f_o. That class stays the most probable one, and
       for two classes the probabilities are the Bernoulli probit's. With p_0 = softmax(f),
-      `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] is what the entropy of `probs` has
-      more than that, at least 0; both in nats.
+      `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] the excess of the entropy of
+      `probs` over it, at least 0; both in nats.
     - `per_class`: softmax(kappa f), each logit shrunk by its own variance, as in the papers on
-      linearised networks. The most probable class may be another one than without uncertainty.
-      `epistemic` is NaN, as this form does not split the uncertainty.
+      linearised networks. The most probable class may differ from that without uncertainty.
+      `epistemic` is NaN, because this form does not split the uncertainty.
 
     With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of
     the outputs; `epistemic` [N], the mutual information of label and weights in nats; and
     `aleatoric` [N], the mean entropy of the draws in nats.
 
-    For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic`
+    For targets, exactly: `mean` and `variance` [N, O], including noise of the data, and `epistemic`
     [N], the variance of the outputs summed over O. For counts, whose rates exp(f) are log-normal,
-    the mean is exp(f + s^2 / 2), and `epistemic` the variance of the rates,
-    expm1(s^2) mean^2 summed over O, which `variance` has beside the mean.
+    the mean is exp(f + s^2 / 2), and `epistemic` the variance of the rates, expm1(s^2) mean^2
+    summed over O; `variance` is the sum of the mean and this variance.
 
     Raises:
         ValueError: `noise` has another shape, or S is 0.
@@ -148,11 +147,11 @@ def nll_of_predictive(found: Tensors, y: Tensor, *, counts: bool = False) -> Ten
     Args:
         found: The result of `predictive`.
         y: Labels or targets.
-        counts: Whether targets are counts, under negative binomial distributions of these moments
-            in place of normal ones.
+        counts: Whether targets are counts, under negative binomial distributions with these
+            moments instead of normal ones.
 
     Raises:
-        ValueError: `y` has another length than the predictions, or a label is no class.
+        ValueError: `y` has another length than the predictions, or a label is not a class.
     """
     if counts:
         return _nll_of_counts(found["mean"], found["variance"], as_targets(y, found["mean"]))
@@ -168,7 +167,7 @@ def nll_of_predictive(found: Tensors, y: Tensor, *, counts: bool = False) -> Ten
 
 def _nll_of_counts(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Compute the negative log probability [N] in nats of counts `y` [N, O], summed over O, under
-    negative binomial distributions of these moments; Poisson's where the variance is the mean.
+    negative binomial distributions with these moments; Poisson's if the variance is the mean.
     """
     excess = (variance - mean).clamp_min(0)
     poisson = mean - y * mean.log() + (y + 1).lgamma()
@@ -180,12 +179,12 @@ def _nll_of_counts(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         + size * (mean / size).log1p()
         + y * (size / mean).log1p()
     )
-    # Of a larger size the logarithms of gamma functions differ by rounding alone.
+    # For larger sizes the difference of log gamma functions is only rounding error.
     return torch.where(excess > 1e-7 * mean, binomial, poisson).sum(-1)
 
 
 def as_targets(y: Tensor, like: Tensor) -> Tensor:
-    """Convert targets [N] (where O is 1) or [N, O] to the shape [N, O], dtype and device of `like`.
+    """Convert targets [N] (if O is 1) or [N, O] to the shape [N, O], dtype and device of `like`.
 
     Raises:
         ValueError: `y` has another shape.

@@ -18,20 +18,20 @@ from bayesfl.posteriors.variational import Family
 @dataclass(frozen=True, kw_only=True)
 @declared
 class MeanField(Family):
-    """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
+    """Represent the mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
     The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015,
     section 3.2.
 
-    Its best fit to a Gaussian posterior has the width that a weight has where all others are known,
-    (1 - R^2)^(1/2) of the true one, with R^2 the share of the weight's variance that the others
-    explain. That is .82 for two slopes of correlation .57, and .44 for two of .9, by its nature and
-    not for want of steps. `FullGaussian` has all covariances.
+    Its best fit to a Gaussian posterior has, for each weight, the standard deviation given all
+    other weights, (1 - R^2)^(1/2) of the marginal one, with R^2 the share of the weight's variance
+    that the others explain. That is .82 for two slopes of correlation .57, and .44 for two of .9;
+    more steps do not change it. `FullGaussian` has all covariances.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
-        scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0
-            holds the standard deviations. Adam heeds only whether it is 0, as its steps do not
+        scale_rate: Factor of the optimiser's rate for gradient steps of rho, >= 0; 0 fixes the
+            standard deviations. For Adam only 0 makes a difference, because its steps do not
             depend on the size of gradients.
 
     Example:
@@ -43,7 +43,7 @@ class MeanField(Family):
     scale_rate: NotNegative = 1.0
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, and standard deviation
         `init_scale` everywhere.
         """
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
@@ -78,11 +78,11 @@ class MeanField(Family):
         return precision, precision * loc
 
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters."""
+        """Return the posterior with these natural parameters."""
         return {"loc": weighted / precision, "rho": inverse_softplus((1 / precision).sqrt())}
 
     def _slowed(self, rho: Tensor) -> Tensor:
-        """Return rho itself, whose gradient is `scale_rate` times as long."""
+        """Return rho itself, with its gradient multiplied by `scale_rate`."""
         return (
             rho if self.scale_rate == 1 else rho.detach() + self.scale_rate * (rho - rho.detach())
         )

@@ -4,8 +4,8 @@ maximise a bound by EM.
     p(y | x) = sum_m pi_m p_m(y | x),
     log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
 
-with equality where q_m is the posterior probability that component m made the example. All in log
-space: no density underflows.
+with equality if q_m is the posterior probability that component m generated the example. All is
+computed in log space: no density underflows.
 
 Source: Dempster, Laird, Rubin, "Maximum likelihood from incomplete data via the EM algorithm", JRSS
 B 39(1), 1977; for personal federated models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated
@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesfl.base.options import Count, declared
 
 LEAST = 1e-12
-"""Smallest mixture weight: a weight that is exactly 0 would stay 0 for ever."""
+"""Minimum mixture weight: a weight of exactly 0 would stay 0."""
 
 
 def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
     """Compute the weights pi [..., M] that maximise the bound: the mean of the responsibilities
-    over examples that count.
+    over examples, without padding.
 
     Args:
         q: Responsibilities, [..., N, M].
@@ -52,8 +52,8 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
 
 @declared
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Tensor:
-    """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which
-    the likelihood never falls.
+    """Fit only the mixture weights pi [..., M] by EM, from equal ones: a concave problem, in which
+    the likelihood never decreases.
 
     Args:
         losses: Negative log densities of each component, [..., M, N], in nats.

@@ -1,4 +1,4 @@
-"""The point posterior, with all belief on one value of the weights."""
+"""The point posterior, with all mass on one value of the weights."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True)
 class Point:
-    """A posterior that is one value of the weights, without uncertainty; trained under a prior, it
-    is the maximum a posteriori estimate.
+    """Represent a posterior with one value of the weights, without uncertainty; trained under a
+    prior, it is the maximum a posteriori estimate.
 
     It is a unit mass q(w) at `loc`.
 
@@ -26,11 +26,11 @@ class Point:
     """
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases."""
+        """Return the posterior with centre `loc` [..., D], which it aliases."""
         return {"loc": loc}
 
     def noise_size(self, size: int) -> int:
-        """Return 0, as nothing is drawn."""
+        """Return 0, because nothing is drawn."""
         return 0
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:

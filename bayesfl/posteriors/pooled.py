@@ -1,14 +1,14 @@
-"""Laplace's approximation of the rows of all clients, by sums: each client sends the generalised
-Gauss-Newton matrix of its own rows at one network, or its factors, and nothing else.
+"""Laplace's approximation for the rows of all clients, from sums: each client sends only the
+generalised Gauss-Newton matrix of its own rows at one network, or its factors.
 
     H = sum_j GGN(rows of client j) + precision I,
 
-so that the network has the posterior that a fit to the pooled rows would have; of Kronecker factors
-B is summed, and A is the mean over all examples. The log likelihood is a sum, too, and with it the
-evidence; the prior precision of largest evidence follows from the summed curvature alone.
+so that the network has the posterior of a fit to the pooled rows; for Kronecker factors B is
+summed, and A is the mean over all examples. The log likelihood is a sum, too, and so is the
+evidence; the prior precision with the largest evidence follows from the summed curvature alone.
 
-Sources: as of `bayesfl.posteriors.laplace`. That sums suffice is the additivity of the log
-likelihood, as in `bayesfl.stats`.
+Sources: see `bayesfl.posteriors.laplace`. Sums suffice because the log likelihood is additive, as
+in `bayesfl.stats`.
 """
 
 import re
@@ -34,19 +34,19 @@ from bayesfl.posteriors.laplace import Structure as Form
 from bayesfl.posteriors.prior_precision import best_precision
 
 Structure = Literal["last_layer", "diagonal", "kfac", "full"]
-"""Which covariances a pooled approximation has: all of the last layer's weights, the others being
-constants; none; a product of two factors for each layer; all of all weights.
+"""Covariances of a pooled approximation: all of the last layer's weights, with the others constant;
+none; a product of two factors for each layer; all of all weights.
 """
 
 
 @in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class PooledPosterior(Laplace):
-    """A Laplace approximation of rows that are not here, made by `PooledCurvature`.
+    """Hold a Laplace approximation for rows on other machines, made by `PooledCurvature`.
 
     Args:
-        log_likelihood: Log likelihood of all rows at the weights, in nats; None where it is not
-            known, as after `load`.
+        log_likelihood: Log likelihood of all rows at the weights, in nats; None if unknown, as
+            after `load`.
     """
 
     log_likelihood: Tensor | None = None
@@ -62,15 +62,15 @@ class PooledPosterior(Laplace):
         return super().log_marginal_likelihood([] if x is None else x, y, centre=centre)
 
     def with_precision(self, x: Data | None, precision: float | Tensor) -> Self:
-        """Return the approximation of the same rows under another prior precision; the rows
-        themselves are not needed, as in `with_precision(None, 1.0)`.
+        """Return the approximation for the same rows under another prior precision; the rows are
+        not needed: `with_precision(None, 1.0)`.
 
         Args:
             x: All rows' inputs, which are then read; None reads the curvature from the posterior.
             precision: The new precision, one number or one for each covered weight, [D].
 
         Raises:
-            ValueError: As by `Laplace.with_precision`.
+            ValueError: See `Laplace.with_precision`.
         """
         if x is not None or self.structure != "full" or isinstance(self.inverse, Kronecker):
             return super().with_precision(x, precision)
@@ -82,23 +82,22 @@ class PooledPosterior(Laplace):
 @in_own_modes
 @dataclass(frozen=True, eq=False)
 class PooledCurvature:
-    """Ask for the curvature of clients' training rows at one network: a survey about rows, see
-    `bayesfl.base.surveys`.
+    """Survey the curvature of clients' training rows at one network, see `bayesfl.base.surveys`.
 
-    What each client sends, eight bytes a number: the number of its rows and their summed negative
-    log likelihood in nats, and, of D covered weights, the D (D + 1) / 2 different entries of its
+    Each client sends, eight bytes for each number: the number of its rows and their summed negative
+    log likelihood in nats, and, for D covered weights, the D (D + 1) / 2 different entries of its
     GGN, its diagonal of D, or those of the two factors of each layer. A last layer of 100 inputs
     and 10 classes with a bias takes 4.1 MB in full, and 41 kB in Kronecker form.
 
     Args:
         model: The network, in evaluation mode.
-        structure: Which covariances are kept; `last_layer` takes the layer that makes the network's
-            outputs, which must be linear; where `forward` does not show it, the one that is held
-            last, if it makes them.
+        structure: The covariances that are kept. `last_layer` covers the layer that makes the
+            network's outputs, which must be linear; if `forward` does not reveal it, the layer that
+            the network declares last, if it makes them.
         precision: Prior precision of every weight, for a likelihood that is a sum over the rows; or
-            `evidence` for the one of largest log marginal likelihood.
-        pattern: Which parameters are covered: a layout, or a pattern over their names; `*` of
-            `last_layer` is that layer's.
+            `evidence` for the one with the largest log marginal likelihood.
+        pattern: The covered parameters: a layout, or a pattern over their names; `*` with
+            `last_layer` means that layer's.
         likelihood: Distribution of y given the outputs; categorical by default.
 
     Raises:
@@ -123,7 +122,7 @@ class PooledCurvature:
         return Curvature(self.model, self.likelihood, pattern=pattern)
 
     def start(self, about: Any, /) -> Tensors:
-        """Return the state at first: nothing."""
+        """Return an empty state."""
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
@@ -137,7 +136,7 @@ class PooledCurvature:
                 common |= {f"outputs_{place}": _triangle(outputs)}
                 common |= {f"inputs_{place}": _triangle(inputs)}
             return common
-        smaller = "take structure='last_layer', 'kfac' or 'diagonal'"
+        smaller = "use structure='last_layer', 'kfac' or 'diagonal'"
         require(8 * size**2, self.curvature.memory, f"a GGN of {size} weights", smaller)
         return common | {"ggn": _triangle(size)}
 
@@ -149,8 +148,8 @@ class PooledCurvature:
             local: The clients' inputs and labels or targets, as `LocalRows` yields them.
 
         Raises:
-            ValueError: The network's outputs or its curvature are not finite, or no linear layer is
-                known to make its outputs.
+            ValueError: The network's outputs or its curvature are not finite, or there is no linear
+                layer that is known to make its outputs.
         """
         shapes = self.shapes(state)
         none = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -171,13 +170,13 @@ class PooledCurvature:
         if self.structure == "last_layer" and curvature.last_layer(x) is None:
             raise ValueError(
                 f"the layer that the network declares last, {curvature.layout.names}, does not "
-                "make its outputs alone; name the one that does, as structure='full', "
+                "make its outputs alone; name the layer that does, as structure='full', "
                 "pattern='head.*'"
             )
         return found | {"ggn": _lower(curvature.ggn(data))}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the posterior by its tensors on the CPU, of which `posterior` makes it again.
+        """Return the tensors of the posterior on the CPU, which `posterior` restores.
 
         Raises:
             ValueError: The evidence has no maximum in the prior precision.
@@ -189,7 +188,7 @@ class PooledCurvature:
         )
         precision = self._chosen(eigenvalues)
         inverse = inverted(curvature.vector(precision))
-        # Row by row, as they are read from a file, so that products are rounded alike.
+        # Row by row, as in a file, so that products are rounded alike.
         parts = {
             f"inverse_{name}".replace(".", "_"): t.contiguous()
             for name, t in inverse.tensors().items()
@@ -205,8 +204,8 @@ class PooledCurvature:
     def _summed(
         self, total: Tensors, examples: int
     ) -> tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Inverse | Kronecker]]:
-        """Return of the summed curvature the diagonal [D], a function that computes the
-        eigenvalues, and one from the prior precision [D] to the inverse of both.
+        """Return, for the summed curvature, the diagonal [D], a function that computes the
+        eigenvalues, and a function from the prior precision [D] to the posterior covariance.
         """
         curvature = self.curvature
         if self.structure == "diagonal":
@@ -223,7 +222,7 @@ class PooledCurvature:
             inverted = partial(found.with_precision, diagonal=diagonal)
             return diagonal, lambda: found.eigenvalues, inverted
         ggn = _whole(total["ggn"], curvature.size)
-        # Sums of numbers that were rounded, as under secure sums, may have some below 0.
+        # Sums of rounded numbers, as under secure sums, may be negative.
         return (
             ggn.diagonal().clone(),
             lambda: torch.linalg.eigvalsh(ggn).clamp_min(0),
@@ -231,19 +230,19 @@ class PooledCurvature:
         )
 
     def _chosen(self, eigenvalues: Callable[[], Tensor]) -> float:
-        """Return the prior precision, which is given or follows from the summed curvature."""
+        """Return the given prior precision, or select it from the summed curvature."""
         if self.precision != "evidence":
             return self.precision
         found = best_precision(eigenvalues(), self.curvature.weights.square().sum())
         if found is None:
             raise ValueError(
-                "the log marginal likelihood has no maximum in the prior precision, as the covered "
-                "weights are all 0 or have no curvature; give a number, as precision=1.0"
+                "the log marginal likelihood has no maximum in the prior precision, because the "
+                "covered weights are all 0 or have no curvature; pass a number, as precision=1.0"
             )
         return found
 
     def posterior(self, state: Tensors) -> PooledPosterior:
-        """Return the posterior that the survey's last state has."""
+        """Return the posterior from the survey's last state."""
         curvature = self.curvature
         parts = {
             re.sub(r"_(\d+)$", r".\1", name.removeprefix("inverse_")): t
@@ -277,7 +276,7 @@ def _lower(matrix: Tensor) -> Tensor:
 
 
 def _whole(lower: Tensor, order: int) -> Tensor:
-    """Return the symmetric matrix of a lower triangle."""
+    """Return the symmetric matrix with a lower triangle."""
     rows, columns = torch.tril_indices(order, order, device=lower.device)
     out = lower.new_empty(order, order)
     out[rows, columns] = lower

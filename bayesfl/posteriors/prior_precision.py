@@ -1,4 +1,4 @@
-"""The choice of a Laplace approximation's prior precision, and of the noise of its targets, after
+"""The choice of a Laplace approximation's prior precision, and of its Gaussian noise, after
 training: by the evidence of the training data or on validation data.
 """
 
@@ -21,31 +21,30 @@ from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, as_targets, nll_of_predictive
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
-"""Prior precisions from 1e-4 to 1e4, by half decades, that are tried on validation data."""
-BISECTIONS = 60  # of the logarithm's range, 138, to its last digit
+"""Prior precisions from 1e-4 to 1e4, by half decades, that are compared on validation data."""
+BISECTIONS = 60  # they reduce the logarithm's range, 138, to rounding error
 STEPS, NEAR = 500, 1e-9
-"""Steps of a fixed point at most, and the relative change that ends them."""
+"""Maximum number of fixed-point steps, and the relative change at which they stop."""
 LEAST, MOST = 1e-8, 1e8
-"""The range of a layer's precision, which ends there where its evidence has no maximum."""
+"""Bounds of a layer's precision, which are reached if its evidence has no maximum."""
 
 
 @own_modes()
 def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0) -> Laplace:
-    """Return the approximation under the one precision of largest log marginal likelihood, see
-    `best_precision`.
+    """Return the approximation under the one precision with the largest log marginal likelihood,
+    see `best_precision`.
 
-    This is the evidence of the Gaussian approximation, under the prior with which the weights were
-    trained. If the network was trained under another prior, or fits its training data nearly
-    exactly, predictions can be far worse than those of the weights alone; `by_validation` looks at
-    predictions.
+    This is the evidence of the Gaussian approximation, under the prior of the training. If the
+    network was trained under another prior, or fits its training data nearly exactly, predictions
+    can be far worse than those of the weights alone; `by_validation` evaluates predictions.
 
-    Where there is none, `fitted` is returned unchanged, with a warning. Labels are not needed: the
-    likelihood at the weights does not depend on the precision.
+    If there is no maximum, `fitted` is returned unchanged, with a warning. Labels are not needed:
+    the likelihood at the weights does not depend on the precision.
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to, [N, ...], or batches; None for a posterior of clients'
-            rows, as `result.laplace().posterior`, or where it is `diagonal` or `kfac`.
+        x: The inputs of the fit, [N, ...], or batches; None for a posterior of clients' rows, as
+            `result.laplace().posterior`, and for the structures `diagonal` and `kfac`.
         centre: Mean of the prior, one number or one for each weight, [D].
 
     Raises:
@@ -59,7 +58,7 @@ def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0
     if precision is None:
         warn(
             "the log marginal likelihood has no maximum in the prior precision, which stays at "
-            f"{float(fitted.precision.mean()):g}: the weights are the prior's centre, or have no "
+            f"{float(fitted.precision.mean()):g}: the weights equal the prior's centre, or have no "
             "curvature; by_validation needs neither",
         )
         return fitted
@@ -68,30 +67,30 @@ def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0
 
 @own_modes()
 def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0) -> Laplace:
-    """Return the approximation under a precision for each parameter tensor, as a weight matrix or a
-    bias, such that the log marginal likelihood has no slope in any of them.
+    """Return the approximation under a precision for each parameter tensor, such as a weight matrix
+    or a bias, at which the log marginal likelihood has slope zero in each of them.
 
-    That is where
+    The condition is
 
         precision_l |w_l - centre|^2 = sum over r in l of (1 - precision_l * variance_r),
 
-    the number of its weights that the data determine, by fixed-point steps. Where a layer has no
-    such point, its precision ends at 1e-8 or 1e8.
+    where the right side is the number of its weights that the data determine; it is solved by
+    fixed-point steps. If a layer has no solution, its precision ends at 1e-8 or 1e8.
 
     Args:
         fitted: The approximation of all covered weights, under any precision.
-        x: As in `by_evidence`.
-        centre: As in `by_evidence`.
+        x: See `by_evidence`.
+        centre: See `by_evidence`.
 
     Raises:
-        ValueError: `fitted` is of a subnetwork, of whose layers some have no weights; or as in
+        ValueError: `fitted` is for a subnetwork, in which some layers have no weights; or see
             `by_evidence`.
 
     Source: MacKay, as for `best_precision`.
     """
     if fitted.indices is not None:
         raise ValueError(
-            "a subnetwork has no weights of some layers; fit another structure, or take by_evidence"
+            "a subnetwork has no weights of some layers; use another structure, or by_evidence"
         )
     layout = fitted.curvature.layout
     away = (fitted.loc - fitted.curvature.vector(centre)).square()
@@ -114,7 +113,7 @@ def by_noise_evidence(
     fitted: Laplace, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
 ) -> Laplace:
     """Return the approximation under the noise of a Gaussian likelihood, and one precision, that
-    have the largest log marginal likelihood together.
+    together have the largest log marginal likelihood.
 
     With S targets and the g weights that the data determine,
 
@@ -122,13 +121,14 @@ def by_noise_evidence(
 
     Args:
         fitted: The approximation, under any precision and noise.
-        x: The inputs that it was fitted to, [N, ...], or batches of (x, y).
-        y: Their targets; None where batches bring them.
-        centre: As in `by_evidence`.
+        x: The inputs of the fit, [N, ...], or batches of (x, y).
+        y: Their targets; None if they are in the batches.
+        centre: See `by_evidence`.
 
     Raises:
         TypeError: The likelihood is not Gaussian, or learns its scale.
-        ValueError: The evidence has no maximum, as where all weights are at the prior's centre.
+        ValueError: The evidence has no maximum, for example if all weights equal the prior's
+            centre.
 
     Source: MacKay, as for `best_precision`, eq. 4.10.
 
@@ -147,7 +147,7 @@ def by_noise_evidence(
     """
     likelihood = fitted.curvature.likelihood
     if not isinstance(likelihood, Gaussian) or likelihood.scale == "learned":
-        raise TypeError(f"only a Gaussian of one scale has a noise to choose, not {likelihood}")
+        raise TypeError(f"only a Gaussian with one scale has a noise to choose, not {likelihood}")
     own = fitted.with_precision(x, 1.0)
     chosen = slice(None) if own.indices is None else own.indices
     away = float((own.loc - own.curvature.vector(centre))[chosen].square().sum())
@@ -184,15 +184,15 @@ def by_noise_evidence(
 
 def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
     """Return the prior precision d under which Laplace's approximation has the largest log marginal
-    likelihood; None where there is none, as for weights at the prior's centre.
+    likelihood; None if there is none, as for weights at the prior's centre.
 
-    Of what the evidence says of d, - d |w|^2 / 2 - 1/2 sum_i log(1 + l_i / d), the derivative is 0
-    where
+    The part of the evidence that depends on d is - d |w|^2 / 2 - 1/2 sum_i log(1 + l_i / d). Its
+    derivative is 0 where
 
         d |w|^2 = sum_i l_i / (l_i + d),
 
-    the number of weights that the data determine. The left side grows in d and the right one falls,
-    so that there is one maximum, which is found by bisection to rounding.
+    the number of weights that the data determine. The left side increases in d and the right side
+    decreases, so there is one maximum, which is found by bisection up to rounding.
 
     Args:
         eigenvalues: Eigenvalues l >= 0 of the curvature, a sum over the data in nats, [D].
@@ -223,15 +223,15 @@ def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
 
 
 def _eigenvalues(fitted: Laplace) -> Tensor:
-    """Return the eigenvalues of the curvature as an approximation under one precision has them,
-    without some that are 0.
+    """Return the eigenvalues of the curvature, for an approximation with one precision; some that
+    are 0 may be missing.
     """
     if fitted.structure == "diagonal":
         return fitted.diagonal
     inverse = fitted.inverse
     if isinstance(inverse, Kronecker):
         return inverse.eigenvalues
-    # The factor is of I + curvature / precision.
+    # The factor is that of I + curvature / precision.
     ratios = torch.linalg.eigvalsh(inverse.chol @ inverse.chol.T) - 1
     return fitted.precision[0] * ratios.clamp_min(0)
 
@@ -250,24 +250,24 @@ def by_validation(
     """Return the approximation under the largest precision whose predictions fit held-out data as
     well as the best, see `largest_alike`.
 
-    Among precisions that fit equally well, the largest changes the predictions least. So
-    predictions are no worse than those of the weights alone, but for the noise of the held-out
-    data. A warning says when it is the smallest of the grid.
+    Among precisions that fit equally well, the largest changes the predictions least. Predictions
+    are therefore no worse than those of the weights alone, up to the noise of the held-out data. A
+    warning is issued if the precision is the smallest of the grid.
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to, or None, as in `by_evidence`.
+        x: The inputs of the fit, or None, as in `by_evidence`.
         held: Validation inputs [M, ...], or batches of (x, y).
-        labels: Labels or targets of `held`; None where batches bring them.
-        link: The closed form by which the approximation will predict, see `Laplace.predict`.
+        labels: Labels or targets of `held`; None if they are in the batches.
+        link: The closed form with which the approximation will predict, see `Laplace.predict`.
         centre: Whether predictions are centred, see `Laplace.linearised`.
-        grid: Precisions to try, ascending.
+        grid: Precisions to compare, ascending.
 
     Raises:
         ValueError: Labels or targets do not fit, or `x` has another number of examples.
-        RuntimeError: No precision of `grid` works.
+        RuntimeError: All precisions of `grid` fail.
     """
-    # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
+    # Read once: losses are compared by example, and a shuffling DataLoader changes the order.
     pairs = list(labelled(held, labels, fitted.loc))
     losses = {}
     for precision in sorted(grid):
@@ -280,13 +280,13 @@ def by_validation(
     if best == 0 and len(losses) > 1:
         warn(
             f"the precision is at the lower edge of its grid, {min(losses):g}: the held-out data "
-            "do not bound it; hold more of them back, or give a wider grid"
+            "do not bound it; hold out more of them, or pass a wider grid"
         )
     return fitted.with_precision(x, tuple(losses)[best])
 
 
 def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
-    """Return the place of the largest candidate that fits as well as the best, to one standard
+    """Return the index of the largest candidate that fits as well as the best, up to one standard
     error of their difference.
 
     The difference is paired by example: d_i = nll_i(candidate) - nll_i(best), whose sum has the
@@ -295,7 +295,7 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
 
     Args:
         total: Negative log likelihood under each candidate, [K], ascending candidates, summed over
-            examples, in nats; infinite where a candidate does not work.
+            examples, in nats; infinite if a candidate fails.
         products: Sum over examples of nll_i(k) nll_i(l), [K, K], in nats squared.
         examples: Number n of examples.
 
@@ -305,7 +305,7 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
     total = torch.where(total.isnan(), torch.inf, total)
     if not bool(total.isfinite().any()):
         raise ValueError(
-            "no candidate gives finite predictions; look at the scale of inputs and weights"
+            "no candidate gives finite predictions; check the scale of inputs and weights"
         )
     best = int(total.argmin())
     apart = total - total[best]

@@ -1,6 +1,6 @@
-"""Rules that choose the subnetwork, the weights that stay uncertain under a Laplace approximation.
+"""Rules that select the subnetwork, the weights with uncertainty in a Laplace approximation.
 
-A rule scores every weight; the highest scores are taken, exact ties by the smaller index.
+A rule scores every weight; the highest scores are selected, exact ties by the smaller index.
 
 Source of `wasserstein`: Daxberger, Nalisnick, Allingham, Antoran, Hernandez-Lobato, "Bayesian deep
 learning via subnetwork inference", ICML 2021, eq. 15; used over clients in FedSI.
@@ -20,14 +20,14 @@ from bayesfl.curvature.dual import NO_CURVATURE
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts about a network's weights from which a rule scores them: their values, curvature
-    and prior variances.
+    """Hold the properties of a network's weights from which a rule scores them: their values,
+    curvature and prior variances.
 
     Args:
         loc: Weights, [D].
         curvature: Diagonal of the GGN, summed over the data, in nats, [D].
         variance: Prior variances, [D].
-        seed: Seed of rules that draw.
+        seed: Seed of random rules.
 
     Example:
         >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
@@ -43,21 +43,21 @@ class Evidence:
 
     @property
     def posterior_variance(self) -> Tensor:
-        """Compute the posterior variance of each weight on its own, 1 / (GGN_rr + 1 / variance_r),
-        [D].
+        """Compute the posterior variance of each weight given all others, 1 / (GGN_rr + 1 /
+        variance_r), [D].
         """
         return self.variance / (1 + self.curvature * self.variance)
 
     @property
     def curved(self) -> Tensor:
-        """Return which weights the data determine at all, [D] bool; the posterior of the others is
-        the prior.
+        """Return which weights the data determine at all, [D] bool; for the others the posterior
+        equals the prior.
         """
         return self.curvature * self.variance >= NO_CURVATURE
 
 
 Rule: TypeAlias = Callable[[Evidence], Tensor]
-"""Function (evidence) -> scores [D], -inf for weights that must never be chosen."""
+"""Function (evidence) -> scores [D], -inf for weights that must never be selected."""
 
 
 def wasserstein(evidence: Evidence) -> Tensor:
@@ -105,7 +105,7 @@ def magnitude(evidence: Evidence) -> Tensor:
 
 
 def random(evidence: Evidence) -> Tensor:
-    """Score at random, so that all subnetworks are equally likely; equal seeds choose equal ones,
+    """Score at random, so that all subnetworks are equally likely; equal seeds select equal ones,
     so the indices need not be sent.
 
     Example:
@@ -121,7 +121,7 @@ def random(evidence: Evidence) -> Tensor:
 
 def predictive_variance(evidence: Evidence) -> Tensor:
     """Score by each weight's share in the predictions' variance on the training data: GGN_rr times
-    its posterior variance on its own.
+    its posterior variance given all others.
 
     Example:
         >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
@@ -138,14 +138,14 @@ RULES: dict[str, Rule] = {
 }
 
 ALIKE = [name for name in RULES if name != "curved_wasserstein"]
-"""Rules that choose the same weights under any prior variance that all weights have in common."""
+"""Rules that select the same weights under any prior variance common to all weights."""
 
 
 def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
-    """Choose the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer
-    where the rule allows no more.
+    """Select the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer
+    if the rule allows no more.
 
-    Warns where most of the chosen weights have no curvature: their posterior is then the prior, and
+    Warns if most of the selected weights have no curvature: their posterior is then the prior, and
     the predictions are close to the MAP's, or worse.
 
     Raises:
@@ -165,7 +165,7 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
             f"a selection gives one score for each of the {size} weights, not NaN, got "
             f"{list(scores.shape)}, {int(scores.isnan().sum())} of them NaN"
         )
-    least = scores.kthvalue(size - count + 1).values  # far quicker than sorting all
+    least = scores.kthvalue(size - count + 1).values  # much faster than sorting all
     above = scores > least
     ties = (
         ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
@@ -179,8 +179,9 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
         # federation.
         warn(
             "most of the selected weights have no curvature (constant inputs, dead units; "
-            "`uncurved_share` says how many): the data say nothing about them and the predictions "
-            "will be near the MAP's; selection='random' or 'predictive_variance' take others",
+            "`uncurved_share` returns their share): the data contain nothing about them and the "
+            "predictions will be near the MAP's; selection='random' or 'predictive_variance' "
+            "select others",
         )
     return chosen
 

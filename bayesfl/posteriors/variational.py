@@ -1,11 +1,11 @@
-"""Variational inference: the Gaussian of a family that is closest to the posterior of one module's
-weights, by gradient steps on the evidence lower bound.
+"""Variational inference: the member of a Gaussian family that is closest to the posterior of one
+module's weights, by gradient steps on the evidence lower bound.
 
     ELBO = E_q[log p(y | x, w)] - KL(q || N(centre, 1 / precision)) <= log p(y | x),
 
 in nats, sums over the data. Expectations are taken over reparametrised draws in antithetic pairs,
-loc + e and loc - e. Gradients go through the draws alone, and not through the density of q, whose
-own gradient has mean 0: where q is the posterior itself, every estimate is exact.
+loc + e and loc - e. Gradients pass only through the draws, not through the density of q, whose own
+gradient has mean 0: if q is the posterior itself, every estimate is exact.
 
 Source: Blundell, Cornebise, Kavukcuoglu, Wierstra, "Weight uncertainty in neural networks", ICML
 2015; Kucukelbir, Tran, Ranganath, Gelman, Blei, "Automatic differentiation variational inference",
@@ -44,10 +44,11 @@ from bayesfl.posteriors.sampling.target import Target
 @in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class Variational(Drawn):
-    """A Gaussian that variational inference fitted, made by `MeanField.fit` or `FullGaussian.fit`.
+    """Hold a Gaussian fitted by variational inference; made by `MeanField.fit` or
+    `FullGaussian.fit`.
 
     Args:
-        family: The family, which reads the belief.
+        family: The family, which interprets the tensors.
         belief: The Gaussian's own tensors, in the model's precision.
         target: The model, its likelihood, the prior and the number of examples; its data are those
             of the fit, or none after `load`.
@@ -75,7 +76,7 @@ class Variational(Drawn):
 
     @property
     def noise_size(self) -> int:
-        """Return how many standard normals one draw takes."""
+        """Return the number of standard normals for one draw."""
         return self.family.noise_size(self.target.layout.size)
 
     def draw(self, noise: Tensor) -> Tensor:
@@ -111,12 +112,12 @@ class Variational(Drawn):
 
         Args:
             x: The inputs of the fit, or batches of (x, y).
-            y: Labels or targets; None where batches bring them.
+            y: Labels or targets; None if they are in the batches.
             draws: Number of pairs of draws.
             seed: Seed of the draws.
 
         Raises:
-            ValueError: There is another number of examples than in the fit.
+            ValueError: The number of examples differs from that of the fit.
         """
         target, total = self.target.on(x, y), 0.0
         with torch.no_grad():
@@ -128,7 +129,7 @@ class Variational(Drawn):
         return torch.tensor(total, dtype=torch.float64)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior into one file, whole or not at all; `MeanField.load` or
+        """Write the posterior into one file, completely or not at all; `MeanField.load` or
         `FullGaussian.load` reads it.
         """
         target = self.target
@@ -149,8 +150,8 @@ class Variational(Drawn):
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Family(ABC):
-    """A family of Gaussians over weights that draws are reparametrised of: a belief about a block
-    of a federation, and what `fit` fits to one module alone.
+    """Define a family of Gaussians over weights with reparametrised draws, for posteriors of a
+    federation's block and for `fit` to one module.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
@@ -160,12 +161,12 @@ class Family(ABC):
 
     @abstractmethod
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation
+        """Return the posterior with centre `loc` [..., D], which it aliases, and standard deviation
         `init_scale` everywhere.
         """
 
     def noise_size(self, size: int) -> int:
-        """Return how many standard normals one draw of `size` weights takes."""
+        """Return the number of standard normals for one draw of `size` weights."""
         return size
 
     @abstractmethod
@@ -194,7 +195,7 @@ class Family(ABC):
 
     @abstractmethod
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
-        """Return the belief with these natural parameters, which `natural` returns."""
+        """Return the posterior with these natural parameters, which `natural` returns."""
 
     @classmethod
     @declared
@@ -214,24 +215,24 @@ class Family(ABC):
         init_scale: Positive = 0.1,
         seed: Natural = 0,
     ) -> Variational:
-        """Fit the family's closest member to the posterior of a module's weights, from the module's
-        own weights on; the module is not changed, and computes in evaluation mode.
+        """Fit the family's closest member to the posterior of a module's weights, starting from
+        these; the module is not changed, and computes in evaluation mode.
 
         Args:
             model: Any module.
-            x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again,
-                as a DataLoader.
-            y: Labels or targets [N, ...]; None where batches bring them.
+            x: Training inputs [N, ...], or batches (x, y) that can be read repeatedly, such as a
+                DataLoader.
+            y: Labels or targets [N, ...]; None if they are in the batches.
             precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is
                 a sum over the data: one number, or one for each weight, [D].
             centre: Mean of the prior: one number or one for each weight, [D].
             likelihood: Distribution of y given the outputs; categorical by default.
-            pattern: Which parameters are uncertain, a pattern over names such as `head.*`; the
-                others stay as they are.
+            pattern: The uncertain parameters, a pattern over names such as `head.*`; the others
+                stay unchanged.
             steps: Number of gradient steps.
-            batch_size: Number of examples of a step, for inputs and labels; None for all of them.
-            optimiser: Optimiser of the ELBO's mean over examples; a schedule of its rate goes over
-                the steps, and should fall to 0, as draws are random.
+            batch_size: Number of examples in a step, for inputs and labels; None for all of them.
+            optimiser: Optimiser of the ELBO's mean over examples; a schedule of its rate covers
+                the steps, and should fall to 0, because draws are random.
             init_scale: Standard deviation of every weight at the start, > 0.
             seed: Seed of the draws and of the order of examples.
 
@@ -264,7 +265,7 @@ class Family(ABC):
             history.append(-energy.detach())
             if not bool(history[-1].isfinite()):
                 raise ValueError(
-                    f"the ELBO is not finite at step {step + 1}: take a lower rate, as "
+                    f"the ELBO is not finite at step {step + 1}: use a lower rate, as "
                     "optimiser=Adam(1e-3), or a smaller init_scale, and scale the inputs"
                 )
             grads = dict(zip(leaves, slopes, strict=True))
@@ -285,19 +286,19 @@ class Family(ABC):
         likelihood: Likelihood | None = None,
         pattern: Pattern = "*",
     ) -> Variational:
-        """Load a posterior that `Variational.save` wrote, for the model that it was fitted to; the
-        model's weights under `pattern` are not read.
+        """Load a posterior that `Variational.save` wrote, for the same model; the model's weights
+        under `pattern` are not read.
 
         Args:
             path: Path of the file.
             model: The model.
-            likelihood: Likelihood that it was fitted with; needed only if its class is none of
+            likelihood: Likelihood of the fit; needed only if its class is not in
                 `bayesfl.likelihoods`.
-            pattern: Which parameters the posterior covers, as in `fit`.
+            pattern: The covered parameters, as in `fit`.
 
         Raises:
-            CheckpointError: The file is absent or damaged, or holds something else.
-            ValueError: The file has another family or likelihood, or is of another model.
+            CheckpointError: The file is absent or damaged, or has other content.
+            ValueError: The file has another family or likelihood, or belongs to another model.
         """
         said, tensors = archive.read_kind(path, "variational")
         if said["family"] != cls.__name__:
@@ -334,7 +335,7 @@ def _energy(
 ) -> Tensor:
     """Estimate the negative ELBO by a batch, at draws of `noise` [2, D], in nats.
 
-    The density of q is taken at constants, so that its gradient goes through the draws alone.
+    The density of q is taken at constants, so that its gradient passes only through the draws.
     """
     held = {name: t.detach() for name, t in q.items()}
     energies = [

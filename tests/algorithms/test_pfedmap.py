@@ -103,7 +103,8 @@ def test_a_rate_that_grows_until_the_tie_diverges():
     )
     with (
         pytest.warns(
-            UserWarning, match=r"round 2: .*rate 0\.001 .*the tie's 1e\+06; .*a tie below"
+            UserWarning,
+            match=r"round 2: .*rate 0\.001 .*prior precision 1e\+06; .*a prior precision below",
         ),
         pytest.raises(bf.DivergenceError),
     ):

@@ -25,7 +25,7 @@ def test_names_that_cannot_be_joined(key):
 @pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
 def test_one_name_is_the_beginning_of_another(names):
     """In either order."""
-    with pytest.raises(ValueError, match=r"tensor .* stands above or below another"):
+    with pytest.raises(ValueError, match=r"tensor .* is a prefix of another"):
         nest({name: torch.zeros(1) for name in names})
 
 

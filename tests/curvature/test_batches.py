@@ -52,7 +52,7 @@ def test_data(curvature, x):
             call(x[:0])
     several, linear = x[:, None].expand(-1, 4, -1), nn.Linear(4, 3).double()
     for call, words in (
-        (lambda: invert(curvature, iter([x]), 1.0), "iterator is empty once it was read"),
+        (lambda: invert(curvature, iter([x]), 1.0), "iterator is empty after it was read"),
         (lambda: Curvature(linear).diagonal(several), r"outputs \[N, O\], .*\(6, 4, 3\)"),
         (lambda: invert(curvature, x, 1.0, form="both"), r"form must be .*got 'both'"),
         (lambda: Curvature(linear, pattern="body.*"), "matches no parameter"),

@@ -494,7 +494,7 @@ def test_layers_beside_those_covered_may_be_any():
 
 def test_data_are_read_twice():
     """Once for the diagonal, once for the factors."""
-    with pytest.raises(ValueError, match="iterator is empty once it was read"):
+    with pytest.raises(ValueError, match="iterator is empty after it was read"):
         Laplace.fit(network(), iter([numbers(5, 4)]), precision=1.0, structure="kfac")
 
 

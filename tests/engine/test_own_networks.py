@@ -322,7 +322,7 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "one row decides": (
         lambda m, x: m.norm(m.last(x)) if len(x) > 1 else m.last(x),
-        "an example alone",
+        "a single example",
     ),
     "their number is a factor": (lambda m, x: m.last(x) / len(x) ** 0.5, "number of rows|numbers"),
     "their number decides late": (
@@ -333,7 +333,7 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         lambda m, x: m.last(x).roll(len(x) + 1, 1),
         "computes with the number of rows",
     ),
-    "rows are mixed": (lambda m, x: m.last(x) - m.last(x).mean(0), "something else"),
+    "rows are mixed": (lambda m, x: m.last(x) - m.last(x).mean(0), "something other"),
     "numbers are drawn": (lambda m, x: m.last(x) + torch.randn(3, dtype=x.dtype), "draws numbers"),
     "one number is drawn": (lambda m, x: m.last(x) * (torch.rand(()) < 0.9), "draws numbers"),
     "limits of the precision": (
@@ -342,16 +342,16 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "gradients of its own before zeros": (
         lambda m, x: m.zeros(Doubled.apply(m.last(x))),
-        "something else",
+        "something other",
     ),
     "a draw without a rule": (
         lambda m, x: F.alpha_dropout(m.last(x), 0.5, True),
         "draws|has no rule",
     ),
-    "a function of its own": (lambda m, x: Doubled.apply(m.last(x)), "something else"),
+    "a function of its own": (lambda m, x: Doubled.apply(m.last(x)), "something other"),
     "a view that is written": (
         lambda m, x: (lambda h: (h[:, 0].add_(1), h)[1])(m.last(x)),
-        "something else",
+        "something other",
     ),
     "a tuple": (lambda m, x: (m.last(x),), "no result"),
 }

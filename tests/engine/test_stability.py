@@ -171,9 +171,10 @@ def test_what_the_warning_names_fits(
         assert_close(rate * (curvature + precision), 2 * (1 + momentum), rtol=0.01, atol=0.0)
     if prox or share < 1:
         # A weaker tie helps no steps that solve for it, nor where the data alone are too much.
-        assert "a tie below" not in words
+        assert "a prior precision below" not in words
         return
-    tie, scale = words.split("a tie below ")[1].split(" (")[0].split(", a prior scale above ")
+    limits = words.split("a prior precision below ")[1].split(" (")[0]
+    tie, scale = limits.split(", a prior scale above ")
     assert_close(over * (curvature + float(tie)), 2 * (1 + momentum), rtol=0.01, atol=0.0)
     assert_close(float(scale), float(tie) ** -0.5, rtol=0.01, atol=0.0)
 

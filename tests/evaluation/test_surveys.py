@@ -95,21 +95,21 @@ def test_draws_are_the_clients_own():
     [
         (
             lambda a: {"n_right": a["n_right"]},
-            r"an answer holds \['n_right'\], and the survey declares \['n_examples', 'n_right'\]",
+            r"contains \['n_right'\], but the survey declares \['n_examples', 'n_right'\]",
         ),
         (
             lambda a: a | {"n_examples": a["n_right"]},
-            r"an answer has 'n_examples' of shape \[4\], and the survey declares \[4, 2\]",
+            r"an answer contains 'n_examples' of shape \[4\], but the survey declares \[4, 2\]",
         ),
         (
             lambda a: a | {"n_right": a["n_right"] / 0 * 0},
-            "an answer has numbers that are not finite in 'n_right'",
+            "an answer contains numbers in 'n_right' that are not finite",
         ),
         (
             lambda a: a | {"n_right": -a["n_right"]},
-            "an answer has numbers in 'n_right' .* no counts",
+            "an answer contains numbers in 'n_right' .* not counts",
         ),
-        (lambda a: a | {"n_right": a["n_right"] + 0.5}, "in 'n_right' that are no counts"),
+        (lambda a: a | {"n_right": a["n_right"] + 0.5}, "in 'n_right' that are not counts"),
     ],
 )
 def test_answers_are_checked(wrong: Any, words: str):
@@ -123,20 +123,20 @@ def test_numbers_that_are_declared_not_negative_are_checked():
     shapes = Temperature().shapes({})
     said = {name: torch.ones(shape, dtype=torch.float64) for name, shape in shapes.items()}
     assert checked(said | {"g": -said["g"]}, shapes, "its answer")["g"] == -1
-    with pytest.raises(ValueError, match="its answer has numbers in 'h' that are negative"):
+    with pytest.raises(ValueError, match="its answer contains numbers in 'h' that are negative"):
         checked(said | {"h": -said["h"]}, shapes, "its answer")
 
 
 def test_what_does_not_end():
     endless = type("Endless", (Share,), {"solve": lambda self, state, total: (state, False)})()
-    with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
+    with pytest.raises(RuntimeError, match="Endless has asked 1000 questions without ending"):
         conduct(
             endless,
             lambda state, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
             CLASSES,
         )
     with pytest.raises(
-        ValueError, match=r"the sum of the answers has numbers in .* that are no counts"
+        ValueError, match=r"the sum of the answers contains numbers in .* that are not counts"
     ):
         conduct(
             Share(),

@@ -97,7 +97,7 @@ def test_the_best_state_is_kept_with_what_was_told(
         assert there.history.rows == found.history.rows
         assert "calibrated_nll" in there.history.columns
     assert not surveys(grid)
-    assert not [w for w in recwarn if "whose state is gone" in str(w.message)]
+    assert not [w for w in recwarn if "its state is lost" in str(w.message)]
 
 
 def test_calibration_is_the_simulations(
@@ -184,7 +184,7 @@ def test_a_survey_begins_again(
         method, parted, tmp_path, grid, calibration=STEPS, admission=admission, timeout=0.5
     )
     assert lost
-    assert "Temperature begins again: client 2 did not answer" in caplog.text
+    assert "Temperature starts again: client 2 did not answer" in caplog.text
     assert_as(found, simulated(method, parted).calibrate(*STEPS))
 
 
@@ -243,8 +243,8 @@ def test_a_survey_is_given_up(
         "checkpoint": tmp_path / "server",
     }
     found = deploy(method, parted, tmp_path, alter=mute(2, later=True), **options)
-    assert "nothing is calibrated: Temperature is given up after it began 4 times" in caplog.text
-    assert caplog.text.count("Temperature begins again") == 3
+    assert "nothing is calibrated: Temperature is abandoned after 4 attempts" in caplog.text
+    assert caplog.text.count("Temperature starts again") == 3
     assert found.steps == ()
     assert "calibrated_nll" not in found.history.columns
     assert bf.load_client(kept(tmp_path, found, 1), method).steps == ()
@@ -286,7 +286,7 @@ def test_steps_are_part_of_the_fingerprint(
     [
         (
             [Conformal(split="later")],
-            "Conformal reads the split 'later', and no client has rows in it",
+            "Conformal reads the split 'later', but no client has rows in it",
         ),
         ([Temperature, Bias()], "steps must be steps"),
         ("Temperature", "steps must be steps"),

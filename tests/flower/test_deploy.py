@@ -213,7 +213,7 @@ def test_a_superlink_killed_in_mid_round(net: loopback.Loopback):
     net.start_superlink()
     run, folder = submit(net, "ditto-kill", rounds=4)
     assert net.finish(run) == "finished:completed", net.said(run)
-    assert "going on after round 2" in net.said(run)
+    assert "continuing after round 2" in net.said(run)
     assert_the_simulation(net, "ditto", folder, rounds=4)
 
 

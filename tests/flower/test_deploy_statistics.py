@@ -83,7 +83,7 @@ def test_a_hospital_without_its_file_ends_the_run(net: Loopback):
     finally:
         away.rename(file)
     said = net.said(run)
-    assert re.search(r"gave up waiting for 1 of 3 sites.*failed with FileNotFoundError", said), said
+    assert re.search(r"stopped waiting for 1 of 3 sites.*failed with FileNotFoundError", said), said
 
 
 def test_a_hospital_that_is_killed_is_named(net: Loopback):
@@ -98,7 +98,7 @@ def test_a_hospital_that_is_killed_is_named(net: Loopback):
     net.stop("client-1", signal.SIGKILL)
     assert net.finish(run, seconds=300.0) == "finished:failed"
     said = net.said(run)
-    assert re.search(r"BadClients: \w+ has no answer of site 'bern': ", said), said
-    assert "sites.only([...]) goes on with the others" in said
+    assert re.search(r"BadClients: \w+ has no answer from site 'bern': ", said), said
+    assert "sites.only([...]) continues with the others" in said
     assert "site 'basel'" not in said
     assert not (net.folder / "killed" / "glm.csv").exists()

@@ -78,7 +78,7 @@ def test_heads_are_the_simulations(name: str, parted: FederatedData, tmp_path: P
     assert kinds == {"query", "evaluate"}
 
 
-@pytest.mark.filterwarnings("ignore:the run before has 3 clients")
+@pytest.mark.filterwarnings("ignore:the earlier run has 3 clients")
 def test_what_is_asked_and_what_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Questions after a survey's first go without the model and earlier answers; without validation
     rows nothing is scaled; who joins has a head under the prior that is there.

@@ -119,7 +119,7 @@ def test_a_round_with_too_few_replies(there: There, rule: Any):
         states.append({name: t.clone() for name, t in flatten(run.server).items()})
 
     if rule == "repeat":
-        with pytest.raises(RuntimeError, match="round 2 comes to 6 replies and needs 7") as error:
+        with pytest.raises(RuntimeError, match="round 2 has 6 replies and needs 7") as error:
             there.run(keep, lost=1, admission=admission)
         assert error.value.result.round == len(states) == 1  # type: ignore[attr-defined]
     else:

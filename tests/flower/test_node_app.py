@@ -130,7 +130,7 @@ def test_another_method_is_refused(
     grid = grid_of(**made(**here), clients=clients, folder=tmp_path)
     waits(grid, monkeypatch, **made(**there), clients=clients.clients, rounds=1)
     assert "runs another method" in caplog.text
-    assert f"{said}: ship the same app" in caplog.text
+    assert f"{said}: use the same app" in caplog.text
     assert not any(map(trains, grid.sent))
 
 
@@ -147,7 +147,7 @@ def test_a_client_that_lost_its_state_says_so(
     found = deploy(ditto, clients, tmp_path, alter=spoilt(1, emptied, round=0))
     assert re.search(r"client 1 .*left out.*error 2", caplog.text)
     assert (
-        f"holds no state 000001-{found.sessions[0]}; bring the folder back, or start another "
+        f"has no state 000001-{found.sessions[0]}; restore the folder, or start another "
         "experiment" in caplog.text
     )
     assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]

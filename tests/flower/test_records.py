@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
         "error 2: out of memory",
     ),
     "stale": (lambda reply: changed(reply, round=0), "round 1, not round 2"),
-    "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
+    "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it uses protocol"),
     "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
     "missing": (
         lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}),
@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "shape": (lambda reply: packed(reply, first(lambda t: t[None])), "declared as"),
     "dtype": (lambda reply: packed(reply, first(lambda t: t.half())), "declared as"),
     "nan": (lambda reply: packed(reply, first(lambda t: t / 0 * 0)), "is not finite"),
-    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"it went .* more than"),
+    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"its distance .* more than"),
     "large": (
         lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}),
         "more than the",

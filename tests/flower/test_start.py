@@ -34,7 +34,7 @@ LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
 MOVED = [4, 6, 1, 5, 0]
 
 
-@pytest.mark.filterwarnings("ignore:the run before has 5 clients")
+@pytest.mark.filterwarnings("ignore:the earlier run has 5 clients")
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Five clients at half participation, so that some never trained; then two are gone, two are
@@ -129,7 +129,7 @@ def test_clients_of_one_name_are_never_confused(
     ):
         deploy(ditto, clients, tmp_path, alike(ditto, clients, tmp_path), start=before, **LATER)
     with pytest.raises(
-        ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"
+        ValueError, match=r"in the earlier run clients \[0, .* called 'ward'; .*names=\(\)"
     ):
         deploy(ditto, clients, tmp_path, start=before, **LATER)
     with pytest.warns(UserWarning, match=r"matched by number"):
@@ -171,7 +171,7 @@ def test_folders_of_another_kind(
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
         with pytest.raises(
             CheckpointError,
-            match=r"holds what a node of a deployment over Flower keeps, not the checkpoints.*the "
+            match=r"holds the files of a node in a deployment over Flower, not the checkpoints.*"
             r"server's folder",
         ):
             deploy(ditto, clients, tmp_path, start=node, **LATER)
@@ -220,12 +220,12 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
     left_out = deploy(ditto, clients, tmp_path, start=before, **LATER)
     assert (left_out.history["rejected"].tolist(), left_out.base[2]) == ([1, 1], "")
     words = (
-        r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the "
-        r"folder back, or let the client "
+        r"client 2 .*node-102.* has no state 000001-\w+ of the run from which .*; restore "
+        r"the folder, or to let the client "
     )
     assert re.search(
         words
-        + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[",
+        + r"start anew, pass on the server start=dataclasses\.replace\(.*load\(folder, .*names=\[",
         caplog.text,
     )
     sim = simulated(ditto, clients, rounds=1)
@@ -264,8 +264,8 @@ def test_a_start_that_all_nodes_have_forgotten(
     deploy(ditto, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
     assert forgotten.round < 4
     words = (
-        r"no client has kept its state of .*: if that run went on .*pass start= its folder of "
-        r"checkpoints; otherwise .*leave start= out"
+        r"no client has kept its state of .*if that run continued .*pass its folder of "
+        r"checkpoints as start=; otherwise .*leave start= out"
     )
     for participation in (1.0, 0.3):
         with pytest.raises(CheckpointError, match=words):
@@ -330,8 +330,8 @@ def test_a_server_that_goes_on_began_from_the_same_start(
             assert deploy(ditto, clients, tmp_path, start=start, **options).round == 2
     later = load(tmp_path / "later", ditto)
     there = (
-        rf"later' holds a run that began from round 1 of experiment {before.experiment} "
-        rf"\(digest \w{{16}}\), and start is"
+        rf"later' has a run that started from round 1 of experiment {before.experiment} "
+        rf"\(digest \w{{16}}\), but start is"
     )
     for start, what in (
         (later, rf"round 2 of experiment {later.experiment}"),
@@ -345,13 +345,13 @@ def test_a_server_that_goes_on_began_from_the_same_start(
             match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out",
         ):
             deploy(ditto, clients, tmp_path, start=start, **options)
-    own = r"first' holds a run that began from the method's own start, and start is round"
+    own = r"first' has a run that started from the method's own start, but start is round"
     for start in (later, tmp_path / "first"):
         with pytest.raises(ValueError, match=own):
             deploy(ditto, clients, tmp_path, start=start, checkpoint=tmp_path / "first", rounds=1)
 
 
-@pytest.mark.filterwarnings("ignore:the run before has", "ignore:clients .* of the run before")
+@pytest.mark.filterwarnings("ignore:the earlier run has", "ignore:clients .* of the earlier run")
 @pytest.mark.parametrize("later", [[4, 6, 1, 5, 0], [6, 3, 2, 1, 0, 4]], ids=["gone", "joined"])
 def test_a_mean_of_what_clients_keep_stays_one(
     later: list[int], model: nn.Module, clients: FederatedData, tmp_path: Path

@@ -391,7 +391,7 @@ def test_phases_that_know_nothing_of_it(data: FederatedData):
     method = bf.algorithms.fedavg(network(), epochs=1)
     (phase,) = method.phases
     own = Own(phase.energy, batch_size=10)
-    with pytest.raises(ValueError, match=r"of which the steps of Own know nothing"):
+    with pytest.raises(ValueError, match=r"which the steps of Own do not support"):
         run(replace(method, phases=(own,)), data)
     with pytest.raises(ValueError, match=r"no phase of the method has block 'w' .*group_norm"):
         run(bf.algorithms.pfedme(network(), batches=2, inner_steps=2), data)

@@ -82,5 +82,5 @@ def test_chains_batches_and_seeds(sampler):
     assert torch.get_rng_state().equal(state)
     loader = DataLoader(TensorDataset(x, y), batch_size=6)
     assert sampler(model, loader, **options).predict(x)["probs"].shape == (20, 3)
-    with pytest.raises(ValueError, match=r"chain 1 is not finite: .*; take 1e\+08"):
+    with pytest.raises(ValueError, match=r"chain 1 is not finite: .*; use 1e\+08"):
         sampler(model, x, y, rate=1e9, **options)

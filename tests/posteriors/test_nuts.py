@@ -337,7 +337,7 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
 
 def test_targets_of_other_likelihoods_are_checked():
     """A learned scale has two outputs for a target; counts, labels and shapes are looked at; a loss
-    is no density.
+    is not a density.
     """
     x, two = torch.randn(12, 4), torch.nn.Linear(4, 2)
     options = {"precision": 1.0, "warmup": 5, "draws": 5, "chains": 1}
@@ -349,7 +349,7 @@ def test_targets_of_other_likelihoods_are_checked():
         (Poisson(), torch.ones(12), r"outputs for them \['N', 1\]"),
         (MultiLabel(), torch.full((12, 2), 7), r"labels must be whole .* 0 to 1, or -100"),
         (MultiLabel(), torch.full((12, 2), 0.5), r"labels must be whole .* 0 to 1, or -100"),
-        (Quantiles(), y, "no density"),
+        (Quantiles(), y, "not a density"),
     ):
         with pytest.raises(ValueError, match=words):
             nuts(two, x, wrong, likelihood=likelihood, **options)

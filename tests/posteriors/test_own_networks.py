@@ -107,8 +107,8 @@ class SineInACheckpoint(Base):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Scaled, "alone use their weights, and those of 'a'"),
-        (BesideALayer, "alone use their weights, and those of 'a'"),
+        (Scaled, "alone use their weights, but those of 'a'"),
+        (BesideALayer, "alone use their weights, but those of 'a'"),
         (InACheckpoint, "in no checkpoint.*'a' is used 2 times"),
         (SineInACheckpoint, "in no checkpoint.*'a' is used 2 times"),
     ],

@@ -155,7 +155,7 @@ def test_another_precision_needs_no_rows(structure: Any):
     held = by_validation(want, None, x, y, grid=(0.1, 100.0))
     assert_close(held.moments(), want.with_precision(None, held.precision).moments(), **near)
     if structure in ("last_layer", "full"):
-        with pytest.raises(ValueError, match="40 examples that it was fitted to, got 17"):
+        with pytest.raises(ValueError, match="40 examples of the fit, got 17"):
             want.with_precision([x[:17]], 1.0)
 
 
@@ -239,5 +239,5 @@ def test_of_rows_that_are_not_here(tmp_path: Any):
     again = PooledPosterior.load(tmp_path / "posterior", network())
     assert_close(again.moments(), found.moments(), rtol=0, atol=0)
     assert_close(again.log_marginal_likelihood(x, y), found.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="it was fitted to, got 0"):
+    with pytest.raises(ValueError, match="of the fit, got 0"):
         again.log_marginal_likelihood()

@@ -115,7 +115,7 @@ def test_noise_and_precision_by_evidence(structure: Any, weighted: bool):
 
 
 def test_only_a_gaussian_has_noise():
-    with pytest.raises(TypeError, match="only a Gaussian of one scale has a noise"):
+    with pytest.raises(TypeError, match="only a Gaussian with one scale has a noise"):
         by_noise_evidence(Laplace.fit(network(), numbers(9, 4), precision=1.0), numbers(9, 4))
 
 

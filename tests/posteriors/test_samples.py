@@ -86,7 +86,7 @@ def test_saved_draws_are_the_same(tmp_path, dtype):
     [
         (2, 0.0, "of 1200"),
         (2, 3.0, "of 1200: run longer, by warmup= and draws= or thin="),
-        (1, 0.0, "of 600: take chains=4, and run longer, by warmup= and draws= or thin="),
+        (1, 0.0, "of 600: use chains=4, and run longer, by warmup= and draws= or thin="),
     ],
 )
 def test_the_verdict_is_the_worst_weights(chains: int, apart: float, said: str):

@@ -210,7 +210,7 @@ def test_what_cannot_be_fitted_is_refused():
     options = {"precision": precision, "likelihood": Gaussian(0.5)}
     with pytest.raises(ValueError, match="read only once"):
         MeanField.fit(model, iter([(x, y)]), **options)
-    with pytest.raises(ValueError, match="of 20 examples, and these are 5"):
+    with pytest.raises(ValueError, match="to 20 examples, but these are 5"):
         fitted(MeanField, 2).elbo(x[:5], y[:5])
     with pytest.raises(ValueError, match="batch_size splits"):
         MeanField.fit(model, [(x, y)], batch_size=5, **options)

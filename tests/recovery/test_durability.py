@@ -191,9 +191,9 @@ def test_folders_hold_one_run(tmp_path: Path):
             r"keeps its settings, participation: saved 0\.5, given 1\.0; seed: saved 4, given 0; "
             "pass",
         ),
-        ("run", {"resume": result}, "holds a run already"),
+        ("run", {"resume": result}, "already has a run"),
         ("new", {"every": 0}, "^every .*1.* got 0"),
-        ("saved", {"resume": tmp_path / "saved"}, "holds a saved result"),
+        ("saved", {"resume": tmp_path / "saved"}, "contains a saved result"),
         ("file", {}, "path must name a folder"),
     ):
         with pytest.raises(ValueError, match=words):

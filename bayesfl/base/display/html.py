@@ -19,14 +19,14 @@ LARGEST = 10_000
 
 
 class Cell(NamedTuple):
-    """A cell of a table that is sorted by one thing and shows another.
+    """Hold a table cell with separate values for sorting and for display.
 
     Args:
-        value: The number by which it is sorted.
-        shown: The text that is shown, as `0.971`.
-        error: That of its error, as `0.002`; empty for none.
-        best: Whether it is the best of its column; None where none is marked.
-        mark: What a paper puts behind it.
+        value: The number for sorting.
+        shown: The displayed text, such as `0.971`.
+        error: The displayed error, such as `0.002`; empty for none.
+        best: Whether the cell is the best of its column; None if none is marked.
+        mark: A mark that a paper prints after the number.
     """
 
     value: float
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Return it with its error, as `0.971 ± 0.002`."""
+        """Return the text with its error, such as `0.971 ± 0.002`."""
         return self.shown + (f" ± {self.error}" if self.error else "")
 
 
@@ -47,8 +47,8 @@ def text(value: Any) -> str:
 
 
 def told(value: Any) -> str:
-    """Return a value as text: numbers in three decimals, or three digits where those say nothing;
-    NaN and None as a dash.
+    """Return a value as text: numbers with three decimals, or with three digits if very large or
+    small; NaN and None as a dash.
 
     >>> from bayesfl.base.display.html import told
     >>> told(0.12345), told(1e-5), told(20_000), told("<a>")
@@ -74,18 +74,18 @@ def table(
     foot: Sequence[Any] = (),
     shaded: Collection[Any] = (),
 ) -> str:
-    """Return a table of HTML; one with a class of pandas', so that notebooks give it their look.
+    """Return an HTML table, with a class of pandas so that notebooks style it.
 
     Args:
         columns: {title: a value for each row}; the first column names the rows. Columns of numbers
-            are set to the right, and a page sorts by them as numbers.
-        caption: What is said above the table.
+            are right-aligned, and a page sorts them as numbers.
+        caption: Text above the table.
         foot: A last row that is not sorted with the others, such as means.
         shaded: Columns of numbers >= 0 whose cells are darker the larger they are among all of
             these columns.
 
     Returns:
-        The HTML; a page has it sort its rows, see `bayesfl.base.display.page`.
+        The HTML; a page makes its rows sortable, see `bayesfl.base.display.page`.
 
     Example:
         >>> from bayesfl.base.display.html import table
@@ -118,7 +118,7 @@ def table(
             return f"<td>{text(one)}</td>"
         number = one.value if isinstance(one, Cell) else math.nan if one is None else float(one)
         shade = f' style="--share: {number / most:.3f}"' if title in shaded and inside else ""
-        known = str(number).replace("inf", "Infinity")  # JavaScript's word
+        known = str(number).replace("inf", "Infinity")  # as JavaScript spells it
         return f'<td class="number" data-value="{known}"{shade}>{text(one)}</td>'
 
     rows = [
@@ -147,11 +147,11 @@ def table(
 
 
 def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> str:
-    """Return a table for a notebook, of the first ten rows alone where there are more.
+    """Return a table for a notebook, limited to the first ten rows.
 
     Args:
-        columns: As of `table`.
-        caption: What is said above it.
+        columns: See `table`.
+        caption: Text above the table.
     """
     count = max((len(column) for column in columns.values()), default=0)
     more = f"; the first 10 of {count:,} rows" if count > 10 else ""
@@ -159,21 +159,21 @@ def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> 
 
 
 def facts(of: Mapping[str, Any], kind: str = "facts") -> str:
-    """Return a list of facts, {what: value}, with this class."""
+    """Return a list of facts, {name: value}, as HTML with this class."""
     pairs = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in of.items())
     return f'<dl class="{kind}">{pairs}</dl>'
 
 
 def picture(figure: Any, alt: str) -> str:
-    """Return a figure of matplotlib as an image that is in the page itself.
+    """Return a matplotlib figure as an image embedded in the page.
 
     Args:
         figure: The figure.
-        alt: What it shows, for those who do not see it.
+        alt: Description of the figure, for readers who cannot see it.
     """
     file = io.BytesIO()
     inches = figure.get_size_inches()
-    # As SVG, hatched areas would be far larger; on a dark page, a white ground would shine.
+    # SVG would be far larger for hatched areas; a white background would glare on a dark page.
     dpi = min(2 * PIXELS, LARGEST / max(inches))
     figure.savefig(file, format="png", dpi=dpi, transparent=True)
     data = base64.b64encode(file.getvalue()).decode()
@@ -189,7 +189,7 @@ def _number(value: Any) -> bool:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in words.
+    """Return a number of bytes as text with a unit.
 
     >>> from bayesfl.base.display.html import size
     >>> size(500), size(41_000), size(4.1e6)

@@ -1,4 +1,4 @@
-"""A page of HTML that is complete in one file: sections, their look and the sorting of tables."""
+"""A page of HTML in a single file: sections, their style and the sorting of tables."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from bayesfl.base.files import atomic_write
 
 
 class Section(NamedTuple):
-    """A part of a page.
+    """Hold a section of a page.
 
     Args:
-        title: Its title, as text.
-        html: What stands in it, of pieces of `bayesfl.base.display.html`.
+        title: The title, as text.
+        html: The content, made with `bayesfl.base.display.html`.
     """
 
     title: str
@@ -25,14 +25,14 @@ class Section(NamedTuple):
 def page(
     title: str, sections: Sequence[Section], *, lead: str = "", headline: Mapping[str, Any] = {}
 ) -> str:
-    """Return a page that needs no other file and fetches nothing, in light and dark, for a screen
-    of any width and for paper.
+    """Return a page that needs no other file and fetches nothing, for light and dark themes,
+    screens of any width and paper.
 
     Args:
-        title: Its title.
-        sections: Its sections in turn.
+        title: The title.
+        sections: The sections in order.
         lead: A sentence below the title.
-        headline: {what: number}, shown large below it.
+        headline: {name: number}, shown in large type below the lead.
 
     Example:
         >>> from bayesfl.base.display.page import Section, page
@@ -82,8 +82,8 @@ def write_page(
 
     Args:
         path: The file.
-        title: As of `page`.
-        sections: As of `page`.
-        **more: As of `page`.
+        title: See `page`.
+        sections: See `page`.
+        **more: See `page`.
     """
     atomic_write(path, page(title, sections, **more))

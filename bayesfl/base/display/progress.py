@@ -5,13 +5,13 @@ from typing import Any
 
 
 def progress_bar(*iterables: Any, **options: Any) -> Any:
-    """Return a bar of tqdm.
+    """Return a progress bar of tqdm.
 
-    With `disable=None` it is shown on a terminal, and in a notebook with ipywidgets.
+    With `disable=None` the bar is shown on a terminal, and in a notebook with ipywidgets.
 
     Args:
-        *iterables: What it goes over, if anything.
-        **options: Those of `tqdm.tqdm`.
+        *iterables: The iterable to follow, if any.
+        **options: Options of `tqdm.tqdm`.
     """
     if importlib.util.find_spec("ipywidgets") is None:
         from tqdm import tqdm

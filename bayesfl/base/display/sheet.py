@@ -21,13 +21,13 @@ _LATEX = {one: f"\\{one}" for one in "&%$#_{}"} | {
 
 @dataclass(frozen=True)
 class Sheet:
-    r"""Columns and notes; `print`, notebooks and papers show them alike.
+    r"""Hold columns and notes, which `print`, notebooks and papers show alike.
 
     Args:
-        columns: {title: a cell for each row}, the first of which names the rows. A cell is a text,
-            a number, None, or a `Cell`.
-        caption: What stands above.
-        notes: Sentences that stand below.
+        columns: {title: a cell for each row}; the first column names the rows. A cell is a text, a
+            number, None, or a `Cell`.
+        caption: Text above the table.
+        notes: Sentences below the table.
 
     Example:
         >>> from bayesfl.base.display.sheet import Sheet
@@ -92,7 +92,7 @@ class Sheet:
 
 
 class Shown(ABC):
-    """Give an object that is a table the ways to write it."""
+    """Add text, Markdown, HTML and LaTeX output to an object that is a table."""
 
     @abstractmethod
     def sheet(self) -> Sheet:
@@ -116,7 +116,7 @@ class Shown(ABC):
 
 
 def of_frame(frame: Any, caption: str = "", notes: Sequence[str] = ()) -> Sheet:
-    """Return the sheet of a data frame of pandas, whose index names the rows; numbers in four
+    """Return the sheet of a pandas data frame, with the index as row names and numbers to four
     digits.
     """
     names = [", ".join(map(str, one)) if isinstance(one, tuple) else one for one in frame.index]
@@ -130,7 +130,7 @@ def of_frame(frame: Any, caption: str = "", notes: Sequence[str] = ()) -> Sheet:
 
 
 def escaped(text: object) -> str:
-    r"""Return a text as it is written, such as a method's name, for one line of Markdown.
+    r"""Escape a text, such as a method's name, for one line of Markdown.
 
     Example:
         >>> from bayesfl.base.display.sheet import escaped
@@ -141,7 +141,7 @@ def escaped(text: object) -> str:
 
 
 def _column(cells: Sequence[Any]) -> list[str]:
-    """Return a column's cells as text, numbers aligned at the point and at the sign ±."""
+    """Return a column's cells as text, aligned at the decimal point and at the sign ±."""
     found = [one if isinstance(one, html.Cell) else html.Cell(0.0, html.told(one)) for one in cells]
     width = max((len(one.shown) for one in found if one.error), default=0)
     tail = max((len(one.error) for one in found), default=0)
@@ -171,7 +171,7 @@ def _latex(text: object) -> str:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the rows of columns of texts of one width, the first set to the left."""
+    """Return rows from columns of texts, padded to one width, the first column left-aligned."""
     widths = [max(map(len, column)) for column in columns]
     return [
         [

@@ -1,1 +1,1 @@
-"""Several processes of one run: ranks, what they send each other, and child processes."""
+"""Several processes of one run: ranks, their messages, and child processes."""

@@ -1,4 +1,4 @@
-"""The ranks of one call of a notebook: processes that begin with the call and end with it."""
+"""Ranks of one call in a notebook: processes that start and end with the call."""
 
 import os
 import pickle
@@ -14,21 +14,21 @@ from torch import distributed
 from bayesfl.base.processes.ranks import ALONE, OF_PROCESS, Ranks, current, using
 
 START = timedelta(minutes=5)
-"""How long the call waits for the other processes to begin."""
+"""Maximum time that the call waits for the other processes to start."""
 
 
 @contextmanager
 def on_processes(
     count: int | None, call: Callable[..., Any], given: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Let a block be rank 0 of `count` processes, of which the others make the same call.
+    """Run a block as rank 0 of `count` processes; the other processes make the same call.
 
-    The method and the data go to them once, by cloudpickle.
+    Method and data are sent to them once, with cloudpickle.
 
     Args:
         count: Number of processes; None for this one, or for the ranks of torchrun.
-        call: The function whose block this is.
-        given: Its arguments by their names.
+        call: The function that contains this block.
+        given: Its arguments by name.
     """
     if count in (None, 1) or current() is not ALONE:
         yield
@@ -72,7 +72,7 @@ def on_processes(
 
 
 def take_part() -> None:
-    """Make the call of rank 0, in a process that it has started and to which it writes."""
+    """Repeat the call of rank 0 in a process that rank 0 has started, and to which it writes."""
     call, given = pickle.load(sys.stdin.buffer)
-    with suppress(Exception):  # all ranks raise it, and rank 0 prints it
+    with suppress(Exception):  # all ranks raise the error, and rank 0 prints it
         call(**given)

@@ -1,7 +1,7 @@
-"""Values as one tensor of bytes, as ranks send them: JSON that says what they are, and the bytes of
-their tensors and arrays after it.
+"""Values as one tensor of bytes, for messages between ranks: JSON that describes them, followed by
+the bytes of their tensors and arrays.
 
-Nothing is pickled. Of objects, only data classes of bayesfl travel, by their fields.
+Nothing is pickled. Objects must be data classes of bayesfl, and are sent as their fields.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 OWN = "bayesfl."
-"""The beginning of the modules whose data classes travel."""
+"""Prefix of the modules whose data classes can be sent."""
 
 
 def packed(value: Any) -> Tensor:
@@ -42,7 +42,7 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(data: Tensor) -> Any:
-    """Return the value that `packed` made bytes of; what lay on a GPU lies on this process's."""
+    """Return the value that `packed` converted; tensors from a GPU are placed on this process's."""
     start = 8 + int(data[:8].clone().view(torch.int64))
     said = json.loads(data[8:start].numpy().tobytes())
     return _made(said, data, [start])
@@ -51,12 +51,12 @@ def unpacked(data: Tensor) -> Any:
 def flat_bytes(t: Tensor) -> Tensor:
     """Return the bytes of a tensor on the CPU, in the order of its entries, [n] uint8."""
     t = t.contiguous()
-    # A single entry counts as contiguous with a stride of 0, too, which `view` refuses.
+    # A single entry also counts as contiguous with a stride of 0, which `view` does not accept.
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def _said(value: Any, parts: list[Tensor]) -> Any:
-    """Return what JSON says of a value, whose bytes are added to `parts`."""
+    """Return the JSON description of a value, and append its bytes to `parts`."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -78,13 +78,15 @@ def _said(value: Any, parts: list[Tensor]) -> Any:
 
 
 def _made(said: Any, data: Tensor, at: list[int]) -> Any:
-    """Return the value of which JSON says this, whose bytes begin `at` a place that moves on."""
+    """Return the value with this JSON description; its bytes start at position `at`, which is
+    advanced.
+    """
     if not isinstance(said, Mapping):
         return said
     if "tensor" in said or "array" in said:
         kind = getattr(torch, said.get("tensor", said.get("array")))
         at[0] += (size := math.prod(said["shape"]) * kind.itemsize)
-        # A copy is aligned as any type must be.
+        # A copy has the alignment that every dtype needs.
         found = data[at[0] - size : at[0]].clone().view(kind).reshape(said["shape"])
         return found.numpy() if "array" in said else found.to(said["on"])
     if "tuple" in said or "list" in said:

@@ -1,8 +1,8 @@
-"""The processes of one run, its ranks: every rank runs the same program, and each computes some
+"""The processes of one run, its ranks: every rank runs the same program and computes some of the
 chunks of clients.
 
-A rank sends tensors of bytes to another, by gloo. It shows life from a thread of its own; where it
-shows none, or ends, the run ends at all ranks.
+Ranks send each other tensors of bytes with gloo. Each rank sends signs of life from a separate
+thread; if a rank sends none, or ends, the run ends at all ranks.
 """
 
 import atexit
@@ -36,39 +36,40 @@ T = TypeVar("T")
 SIGN = 5.0
 """Seconds between two signs of life."""
 LIMIT = 60.0
-"""Seconds without a sign of life after which a rank is lost."""
+"""Seconds without a sign of life after which a rank counts as lost."""
 START = timedelta(minutes=30)
-"""How long a rank waits for the others to begin."""
+"""Maximum time that a rank waits for the others to start."""
 FOREVER = timedelta(days=20)
-"""How long a rank waits for another that shows life."""
+"""Maximum time that a rank waits for another that sends signs of life."""
 FEW = 10
-"""Number of clients that a message names."""
+"""Maximum number of clients that a message names."""
 AROUND = "bayesfl.base."
-"""Where functions stand around a call of the user's, which do not name it."""
+"""Modules of functions that wrap a user's call; they are skipped when the call is named."""
 ENDED = "ended"
-"""The last sign of a rank that has ended as it should."""
+"""The last sign of life of a rank that has ended normally."""
 OF_PROCESS = "BAYESFL_RANK_OF"
-"""The variable that names the process that is a rank, as its own child processes are none."""
+"""Environment variable with the id of the process that is a rank; its children are not ranks."""
 
 
 class LostRankError(RuntimeError):
-    """An error raised when a rank has ended, or makes another call than the others."""
+    """Raised when a rank has ended, or makes another call than the others."""
 
 
 class Alone:
-    """The one process of a run without ranks, and what ranks offer to a run.
+    """Represent the only process of a run without ranks; defines the interface of `Ranks`.
 
     Attributes:
         rank: The number of this process, from 0.
         size: Number of processes.
-        near: Number of them on each machine.
-        limit: Seconds without a sign of life after which a rank is lost.
+        near: Number of processes on each machine.
+        limit: Seconds without a sign of life after which a rank counts as lost.
     """
 
     rank, size, near, limit = 0, 1, 1, LIMIT
 
     def every(self, make: Callable[[], T]) -> list[T]:
-        """Return what `make` gives at every rank, in their order; an error at one is raised at all.
+        """Return the results of `make` at all ranks, in their order; an error at one is raised at
+        all.
 
         Raises:
             LostRankError: A rank has ended, or makes another call.
@@ -76,29 +77,29 @@ class Alone:
         return [make()]
 
     def relay(self, state: T, step: Callable[[T], T]) -> T:
-        """Return what `step` makes of a state at one rank after the other, in their order.
+        """Pass a state through `step` at one rank after another, and return the final state.
 
         Args:
-            state: The state at the start, that of rank 0.
-            step: It runs at each rank, with what the rank before has left.
+            state: The initial state, from rank 0.
+            step: Function that runs at each rank on the state from the rank before.
 
         Raises:
-            LostRankError: As by `every`.
+            LostRankError: See `every`.
         """
         return step(state)
 
     def dealt(self, costs: Sequence[float], rank: int | None = None) -> slice:
-        """Return which of some chunks a rank computes, neighbours all of them.
+        """Return the chunks that a rank computes, as a contiguous slice.
 
         Args:
-            costs: How long each takes, in any unit.
+            costs: The time that each chunk takes, in any unit.
             rank: The rank; None for this one.
         """
         return slice(0, len(costs))
 
     def copied(self, tree: T) -> T:
-        """Return a copy of a nest of tensors, which the ranks of one machine hold once, in mapped
-        memory, where it is not on a GPU.
+        """Return a copy of a nest of tensors; on CPUs the ranks of one machine share one copy in
+        mapped memory.
         """
         return tree_map_only(Tensor, torch.clone, tree)
 
@@ -113,23 +114,24 @@ class Alone:
         """
 
     def shares(self, device: torch.device) -> bool:
-        """Return whether what one rank writes into such a copy is in that of all others."""
+        """Return whether the ranks share the memory of such a copy."""
         return True
 
     def hold(self, held: Callable[[int], list[str]]) -> None:
-        """Remember what says which clients a rank trains, for a message about its loss."""
+        """Set the function that lists the clients of a rank, for a message about its loss."""
 
 
 class Ranks(Alone):
-    """The ranks of a run; see `Alone`.
+    """Represent the ranks of a run; see `Alone`.
 
     Args:
         store: The store in which they meet.
         rank: The number of this process, from 0.
         size: Number of processes, > 1.
-        near: Number of ranks on each machine, neighbours all of them.
-        lost: What is done with the message where another rank is lost; it ends what waits for it.
-        start: How long it waits for the other ranks to begin.
+        near: Number of ranks on each machine; their numbers are contiguous.
+        lost: Function that receives the message when another rank is lost; it must end the
+            computation that waits for that rank.
+        start: Maximum time to wait for the other ranks to start.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Ranks(Alone):
         self._life.start()
 
     def close(self) -> None:
-        """End the connections, and let other ranks wait no longer for signs of life."""
+        """Close the connections, and signal to other ranks that this one has ended."""
         self._over.set()
         self._life.join()
         with suppress(RuntimeError):
@@ -163,7 +165,7 @@ class Ranks(Alone):
         self._group, self._held = None, lambda _: []
 
     def every(self, make: Callable[[], T]) -> list[T]:
-        """Return what `make` gives at every rank; see `Alone.every`."""
+        """Return the results of `make` at all ranks; see `Alone.every`."""
         about, (value, error) = self._call(), _tried(make)
         message = packed(about | {"value": value, "error": _told(error)})
         if self.rank:
@@ -177,7 +179,7 @@ class Ranks(Alone):
         return [one["value"] for one in found]
 
     def relay(self, state: T, step: Callable[[T], T]) -> T:
-        """Return what `step` makes of a state at one rank after the other; see `Alone.relay`."""
+        """Pass a state through `step` at one rank after another; see `Alone.relay`."""
         about, last, error = self._call(), self.size - 1, None
         now = about | {"value": state, "error": None, "rank": 0}
         if self.rank:
@@ -194,14 +196,14 @@ class Ranks(Alone):
         return done["value"]
 
     def dealt(self, costs: Sequence[float], rank: int | None = None) -> slice:
-        """Return which of some chunks a rank computes; see `Alone.dealt`."""
+        """Return the chunks that a rank computes; see `Alone.dealt`."""
         rank = self.rank if rank is None else rank
         ends = np.cumsum([0.0, *costs])
         middles = (ends[1:] + ends[:-1]) / 2 * self.size / max(ends[-1], math.ulp(0.0))
         return slice(*np.searchsorted(middles, [rank, rank + 1]).tolist())
 
     def copied(self, tree: T) -> T:
-        """Return a copy of a nest of tensors, held once; see `Alone.copied`."""
+        """Return a copy of a nest of tensors in shared memory; see `Alone.copied`."""
         if self.near == 1 or not tree_leaves(tree):
             return super().copied(tree)
         leads = self.rank % self.near == 0
@@ -233,11 +235,11 @@ class Ranks(Alone):
             )
 
     def shares(self, device: torch.device) -> bool:
-        """Return whether ranks write into the same copy; see `Alone.shares`."""
+        """Return whether ranks share the memory of a copy; see `Alone.shares`."""
         return self.near == self.size and device.type == "cpu"
 
     def hold(self, held: Callable[[int], list[str]]) -> None:
-        """Remember what says which clients a rank trains; see `Alone.hold`."""
+        """Set the function that lists the clients of a rank; see `Alone.hold`."""
         self._held = held
 
     def _call(self) -> dict[str, Any]:
@@ -261,12 +263,12 @@ class Ranks(Alone):
             place = next((k for k in range(1, shared) if len({c[k] for c in calls}) > 1), shared)
             names = [str(call[place] if len(call) > place else call[1]) for call in calls]
             raise error or LostRankError(
-                f"ranks make other calls at once: {', '.join(names)}; each must make the same "
+                f"ranks make different calls at once: {', '.join(names)}; each must make the same "
                 "calls in the same order, on the same data"
             )
 
     def _spread(self, data: Tensor, root: int) -> Tensor:
-        """Return the bytes of one rank, at all of them."""
+        """Send the bytes of one rank to all ranks, and return them."""
         if self.rank != root:
             return self._receive(root)
         for other in range(self.size):
@@ -289,13 +291,13 @@ class Ranks(Alone):
 
     @contextmanager
     def _spoken(self, other: int) -> Iterator[None]:
-        """Name the rank whose connection has ended."""
+        """Raise LostRankError with the rank's name if its connection has ended."""
         try:
             yield
         except RuntimeError as error:
             message = self._named(other, "has ended")
             with suppress(RuntimeError):  # the store may have ended, too
-                # The first message is right: other ranks end because of this one.
+                # The first message has the cause: other ranks end because of this one.
                 message = self._store.compare_set("lost", "", message).decode()
             raise LostRankError(message) from error
 
@@ -304,9 +306,9 @@ class Ranks(Alone):
         more = f" and {len(held) - FEW} more" * (len(held) > FEW)
         trained = f"; it trained {', '.join(held[:FEW])}{more}" * bool(held)
         return (
-            f"rank {other} of {self.size} {what}{trained}. A run with checkpoint= goes on by the "
-            "same command; a call that all ranks must make, such as simulate or predict, must not "
-            "stand behind `if bf.rank() == 0`"
+            f"rank {other} of {self.size} {what}{trained}. To continue a run with checkpoint=, "
+            "repeat the command; a call that all ranks must make, such as simulate or predict, "
+            "must not stand behind `if bf.rank() == 0`"
         )
 
     def _sign(self) -> str:
@@ -314,10 +316,10 @@ class Ranks(Alone):
         return f"{os.getpid()} {time.time()}"
 
     def _watch(self, store: Any) -> None:
-        """Show life, and end the process where another rank shows none."""
+        """Send signs of life, and end the process if another rank sends none."""
         seen = {other: ("", time.monotonic()) for other in range(self.size) if other != self.rank}
         while not self._over.wait(SIGN):
-            with suppress(RuntimeError):  # a store that has ended shows no life
+            with suppress(RuntimeError):  # the store has ended
                 store.set(f"life-{self.rank}", self._sign())
                 for other, (sign, _) in seen.items():
                     now = store.get(f"life-{other}").decode()
@@ -327,9 +329,9 @@ class Ranks(Alone):
             sign, since = seen[other]
             if time.monotonic() - since > self.limit:
                 if other // self.near == self.rank // self.near and sign[:1].isdigit():
-                    # Torchrun waits half a minute for one that is stopped.
+                    # Torchrun waits half a minute for a stopped process.
                     os.kill(int(sign.split()[0]), signal.SIGKILL)
-                self._lost(self._named(other, f"has shown no life for {self.limit:.0f} s"))
+                self._lost(self._named(other, f"has sent no sign of life for {self.limit:.0f} s"))
 
 
 ALONE = Alone()
@@ -339,7 +341,7 @@ _LOCK = threading.Lock()
 
 
 def current() -> Alone:
-    """Return the ranks of this process, as torchrun has started them."""
+    """Return the ranks of this process, as started by torchrun."""
     if (given := _RANKS.get()) is not None:
         return given
     with _LOCK:
@@ -351,20 +353,20 @@ def current() -> Alone:
 def rank() -> int:
     """Return the number of this process among the ranks of a run, from 0; 0 without ranks.
 
-    Every rank runs the whole program. What is to happen once, as printing, stands behind `if
+    Every rank runs the whole program. Put code that must run once, such as printing, behind `if
     bf.rank() == 0`.
 
     Example:
         >>> if bf.rank() == 0:
-        ...     print("said once")
-        said once
+        ...     print("printed once")
+        printed once
     """
     return current().rank
 
 
 @contextmanager
 def using(ranks: Alone) -> Iterator[None]:
-    """Let the runs of this block be those of some ranks."""
+    """Use the given ranks for the runs in this block."""
     token = _RANKS.set(ranks)
     try:
         yield
@@ -376,7 +378,7 @@ def _from_environment() -> Alone:
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1 or "RANK" not in os.environ or os.environ.get(OF_PROCESS):
         return ALONE
-    os.environ[OF_PROCESS] = str(os.getpid())  # which this process's children inherit
+    os.environ[OF_PROCESS] = str(os.getpid())  # inherited by child processes
     store, number, size = next(iter(distributed.rendezvous("env://")))
     if number:  # the lines of rounds are logged once
         logging.getLogger("bayesfl").setLevel(logging.WARNING)
@@ -388,13 +390,13 @@ def _from_environment() -> Alone:
 
 
 def _end(message: str) -> None:
-    """End the process, which may wait in a call that nothing else ends."""
+    """End the process, which may be blocked in a call that cannot be interrupted."""
     print(f"bayesfl: {message}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _folder(tree: Any) -> str:
-    """Return a new folder in memory, where that has room for some tensors, or on disk."""
+    """Return a new folder in memory if that has room for the tensors, otherwise on disk."""
     sizes: list[int] = []
     tree_map_only(Tensor, lambda t: sizes.append(t.nbytes), tree)
     memory = Path("/dev/shm")
@@ -418,12 +420,14 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return make(), None
     except LostRankError:
         raise
-    except Exception as error:  # whatever it is, all ranks raise it
+    except Exception as error:  # all ranks raise it, whatever it is
         return None, error
 
 
 def _told(error: Exception | None) -> Any:
-    """Return what is sent of an error; of a class that is not bayesfl's or Python's, the words."""
+    """Return a message that describes an error; if its class is not bayesfl's or Python's, only the
+    text.
+    """
     if error is None:
         return None
     kind = type(error)
@@ -436,7 +440,7 @@ def _told(error: Exception | None) -> Any:
 
 
 def _raise(told: Any, own: Exception | None) -> None:
-    """Raise the error of a rank, if there is one: its own, or one of the same class and words."""
+    """Raise a rank's error if there is one: the rank's own, or one with the same class and text."""
     if own is not None:
         raise own
     if told is not None:

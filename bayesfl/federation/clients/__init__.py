@@ -1,1 +1,1 @@
-"""A client: its training, its predictions, its answers, and its own model."""
+"""A client: its training, predictions, survey answers and model."""

@@ -1,5 +1,5 @@
-"""Fits after training: clients answer the questions of a method's predictor, one after the other,
-however they are asked.
+"""Fits after training: clients answer the surveys of a method's predictor, on one machine or over a
+network.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,16 +28,16 @@ Known: TypeAlias = Mapping[str, Tensors]
 
 
 Conduct: TypeAlias = Callable[[str, Survey[Any], Known], Tensors]
-"""Put a survey to clients, the one thing that a transport does after training: a survey's name, the
-survey and the last states of those before it, to its own last state.
+"""Function that conducts a survey among clients: from its name, the survey and the last states of
+earlier surveys to its own last state. Each transport has its own.
 """
 
 
 def next_question(
     algorithm: Algorithm, server: Server, known: Known
 ) -> tuple[str, Survey[Any]] | None:
-    """Return the next survey that a method's predictor needs, and its name: what the predictor
-    asks, and then the choice of the number that it tunes; None where nothing is left to ask.
+    """Return the name of the next survey that a method's predictor needs, and the survey: first
+    those that the predictor asks, then the choice of its tuned number; None after the last one.
 
     Args:
         algorithm: The method.
@@ -52,8 +52,8 @@ def next_question(
 
 
 def answered(algorithm: Algorithm, server: Server, known: Known, conduct: Conduct) -> Known:
-    """Return the states of all surveys that a method's predictor needs; those that are known are
-    not asked again.
+    """Return the states of all surveys that a method's predictor needs; only missing ones are
+    conducted.
     """
     states = dict(known)
     while (question := next_question(algorithm, server, states)) is not None:
@@ -63,23 +63,24 @@ def answered(algorithm: Algorithm, server: Server, known: Known, conduct: Conduc
 
 
 def known_of(after: Iterable[Any], algorithm: Algorithm) -> Known:
-    """Return the states of the answers among what is fitted, of the method as it predicts now."""
+    """Return the survey states among fitted objects that apply to the method as it predicts now."""
     now = reading(algorithm)
     return {one.name: one.state for one in after if isinstance(one, Answer) and one.reading == now}
 
 
 def answers_of(known: Known, algorithm: Algorithm) -> tuple[Answer, ...]:
-    """Return states of surveys as what is fitted, for the method as it predicts now."""
+    """Convert states of surveys to fitted objects, for the method as it predicts now."""
     return tuple(Answer(name, state, reading(algorithm)) for name, state in known.items())
 
 
 def last_layers(local: Local, done: Done, split: ClientData | None) -> list[Rows | None]:
-    """Return what the rows of a chunk's clients say of their last layers; None without rows.
+    """Return statistics of a chunk's clients about their last layers; None for clients without
+    rows.
 
     Args:
         local: The clients' local work.
-        done: Its outcome, with whose views the clients predict.
-        split: The rows; None where there are none.
+        done: Its outcome; the clients predict with its views.
+        split: The rows; None if there are none.
     """
     rule: Any = local.algorithm.predictor
     return [
@@ -91,21 +92,21 @@ def last_layers(local: Local, done: Done, split: ClientData | None) -> list[Rows
 
 
 def heads(local: Local, done: Done, splits: Mapping[str, ClientData]) -> LocalHeads:
-    """Return what a chunk's clients know of their last layers."""
+    """Return the statistics of a chunk's clients about their last layers, as `LocalHeads`."""
     rows, train = (last_layers(local, done, splits.get(name)) for name in ("validation", "train"))
     return LocalHeads(rows, train, done.ids)  # pyright: ignore[reportArgumentType] (all have training rows)
 
 
 @dataclass(frozen=True)
 class Here:
-    """Put surveys to clients that are all on this machine.
+    """Conduct surveys among clients that are all on this machine.
 
     Args:
         local: The clients' local work.
         state: The federation's state.
         data: The clients' data, on the device and in the precision of the state.
         crew: The threads that compute.
-        aggregation: How answers are added; None adds them openly.
+        aggregation: How answers are added; None adds them in the clear.
         ids: The clients that predict; None for all.
     """
 
@@ -117,7 +118,7 @@ class Here:
     ids: np.ndarray | None = None
 
     def __call__(self, name: str, survey: Survey[Any], known: Known) -> Tensors:
-        """Return a survey's last state, see `Conduct`."""
+        """Return a survey's last state; see `Conduct`."""
         split, outputs = asked(survey, self.data.splits), Outputs(self.data.task, self.data.outputs)
         reads = getattr(survey, "reads", "rows")
         if reads == "rows":
@@ -132,12 +133,12 @@ class Here:
             found = self._known(
                 lambda done: tuning.candidates(self.local, done, split, **about), self.ids
             )
-        else:  # a prior of heads is made of all clients' rows
+        else:  # a prior of heads is fitted to all clients' rows
             found = self._known(lambda done: heads(self.local, done, self.data.splits), None)
         return conduct(survey, ask_here(survey, found, self.aggregation), outputs)
 
     def _known(self, of_chunk: Callable[[Done], Any], ids: np.ndarray | None) -> Any:
-        """Return what clients know of themselves, which is made chunk by chunk."""
+        """Compute the clients' data for a survey, chunk by chunk."""
 
         def work(some: np.ndarray) -> Any:
             return of_chunk(self.state.finetuned(self.local, some))

@@ -1,5 +1,5 @@
-"""Surveys of clients' rows, without a trained method: what clients know when they are asked, and
-the call that asks them.
+"""Surveys of clients' rows, without a trained method: the clients' data for a survey, and the call
+that conducts it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from bayesfl.federation.settings import Federation
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Hold what clients know of themselves when they are asked about their rows.
+    """Hold the rows from which clients answer a survey.
 
     Args:
         split: The rows of J clients; a node has J = 1.
@@ -34,13 +34,13 @@ class LocalRows:
     ids: np.ndarray
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield each client's inputs [n_j, ...], as a model receives them, and its labels or
-        targets [n_j, ...], in the order of `ids`.
+        """Yield each client's inputs [n_j, ...], in the form that a model receives, and its labels
+        or targets [n_j, ...], in the order of `ids`.
         """
         return map(self.split.client, range(self.split.clients))
 
     def only(self, place: int) -> "LocalRows":
-        """Return the part of one client, by its place in `ids`."""
+        """Return the rows of one client, by its place in `ids`."""
         return LocalRows(self.split.select([place]), self.ids[place : place + 1])
 
 
@@ -48,22 +48,20 @@ class LocalRows:
 def survey(
     question: Survey[LocalRows], clients: Federation, *, aggregation: Adder | None = None
 ) -> Tensors:
-    """Ask clients a question about their rows, and return what it makes of the sum of their
-    answers.
+    """Survey clients' rows and return the survey's result, computed from the sum of their answers.
 
-    Only the answers leave a client, and they are added. `result.survey` asks about a trained
-    method's predictions.
+    Only the answers leave a client. `result.survey` surveys the predictions of a trained method.
 
     Args:
-        question: The question; its `answer(state, local)` reads the `LocalRows` of its split, and
-            its `start` what is predicted, as `Outputs`.
+        question: The survey; its `answer(state, local)` receives the `LocalRows` of its split, and
+            its `start` a description of the targets, as `Outputs`.
         clients: The clients' data.
-        aggregation: How answers are added, as `SecureSum()`; None adds them openly.
+        aggregation: How answers are added, such as `SecureSum()`; None adds them in the clear.
 
     Raises:
-        TypeError: It is no survey, or the aggregation cannot add answers.
-        ValueError: There is no such split; or an answer has another shape than the question
-            declares, or is not finite.
+        TypeError: `question` is not a survey, or the aggregation cannot add answers.
+        ValueError: The split does not exist; or an answer differs in shape from the survey's
+            declaration, or is not finite.
 
     Example:
         >>> import torch
@@ -85,10 +83,11 @@ def survey(
 
 
 def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:
-    """Return how a question about rows is put to clients on this machine.
+    """Return a function that asks clients on this machine about their rows.
 
-    In the open it is put to one after the other, in the order of their ids, so that one process
-    holds two answers at a time, which may be large; of several ranks, each asks some clients.
+    In the clear, clients are asked one after another, in the order of their ids, so that one
+    process holds only two answers at a time, which may be large. With several ranks, each asks some
+    of the clients.
 
     Raises:
         TypeError: The aggregation cannot add answers.
@@ -101,7 +100,7 @@ def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None
         own = order[ranks.dealt(local.split.counts[order].tolist())].tolist()
         made = (answers(question, state, local.only(place), shapes) for place in own)
         kept: list[Tensors] = []
-        if ranks.size > 1:  # all compute at once, before the sum passes from one to the next
+        if ranks.size > 1:  # all compute in parallel before the sum passes through the ranks
             ranks.every(lambda: kept.extend(made))
 
         def added(total: Tensors) -> Tensors:

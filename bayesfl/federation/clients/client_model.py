@@ -1,4 +1,4 @@
-"""One client's own model after training: its predictions for new rows, as a module, and in a file,
+"""One client's own model after training: predictions for new rows, export as a module, and files
 without data or server.
 """
 
@@ -62,15 +62,15 @@ from bayesfl.federation.store.identity import (
 from bayesfl.models.copies import refuse_changed
 
 LARGEST_TENSOR = 2**28
-"""Bytes that a tensor of the predictor may take in a file, where the method's predictor needs
+"""Maximum size of a stored tensor of the predictor in bytes, if the method's predictor needs
 training data.
 """
 
 SAFE = re.compile(r"[^/\\\0]+")
 LONGEST_FOLDER = 255  # bytes of a folder's name
 UNCERTAIN = (
-    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set "
-    "of weights or by link='per_class': before the run give the method draws, "
+    "the predictions of {!r} have no epistemic uncertainty, because it predicts at the mean of one "
+    "set of weights or with link='per_class': before the run give the method draws, "
     "dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
     "predictor=bf.predictors.LinearisedLaplace()); or watch labels"
 )
@@ -87,15 +87,13 @@ class ClientModel:
         name: The client's name.
         client: The client's number in its federation, which selects the random draws of its
             predictions.
-        view: The beliefs from which it predicts, after fine-tuning where the method has it, [...].
+        view: The client's posteriors, after fine-tuning if the method fine-tunes, [...].
         round: Number of rounds done.
         seed: The run's seed.
-        schema: What the rows look like: as the client has them, as the model receives them, and
-            what is predicted.
-        value: The number that the method's predictor tunes; None where it has none.
-        plug_in: Whether it predicts at the means of its beliefs alone.
-        predictor: The client's predictor as it was fitted to training data; None where the method
-            has none.
+        schema: The form of the rows before and after the transform, and the prediction task.
+        value: The number that the method's predictor tunes; None if it tunes none.
+        plug_in: Whether to predict at the posterior means only.
+        predictor: The client's predictor, fitted to training data; None if the method has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
 
@@ -123,7 +121,7 @@ class ClientModel:
     stored: Tensors = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model with its predictor as a file holds it."""
+        """Pickle the model with its predictor in the form that a file has."""
         held = {of.name: getattr(self, of.name) for of in fields(self)}
         if isinstance(self._rule, StoredPredictor):
             held |= {"predictor": None, "stored": self._stored}
@@ -136,13 +134,13 @@ class ClientModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the precision of the model."""
+        """Return the dtype of the model."""
         return self.view["n"].dtype
 
     @property
     def device(self) -> torch.device:
-        """Return the device that holds the model and computes its predictions, which are on the
-        CPU.
+        """Return the device of the model, which also computes its predictions; these are returned
+        on the CPU.
         """
         return self.view["n"].device
 
@@ -150,17 +148,17 @@ class ClientModel:
     def predict(self, x: Any, *, draws: int | None = None) -> Predictions:
         """Predict for new rows.
 
-        For rows of the client's test data the predictions are those of `Result.predict`, up to
+        For rows of the client's test data the predictions equal those of `Result.predict`, up to
         rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] as the training data were before the federation's transform, which is
-                applied here: an array, a tensor, a list or a data frame with the same columns, or a
-                tuple or a mapping of these; or, of a federation that `from_frame` made, a frame as
-                that was; an array then holds what `Columns.apply` makes of one. Floats of any
-                precision are converted, to float32 as training data are, then to the model's
-                precision. Whole numbers and truth values stay what they are, and do not stand for
-                floats; those of a data frame are floats.
+            x: Inputs [N, ...] in the form that the training data had before the federation's
+                transform, which is applied here: an array, a tensor, a list or a data frame with
+                the same columns, or a tuple or a mapping of these. For a federation made by
+                `from_frame`, pass a frame with its columns, or an array in the form that
+                `Columns.apply` returns. Floats of any precision are converted to float32, as
+                training data are, then to the model's precision. Integers and bools are not
+                converted and are not accepted for floats, except in a data frame.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses
                 the number of the method's paper.
 
@@ -168,12 +166,11 @@ class ClientModel:
             The predictions, tensors [N, ...] without an axis of clients.
 
         Raises:
-            TypeError: `x` is no array.
-            ValueError: `x` has other columns, other inputs or inputs of other names, rows of
-                another shape, no rows or different numbers of them, another kind of numbers (whole
-                ones for floats) or none (complex ones, text, dates, objects), or numbers that are
-                not finite; or tokens beyond an embedding's rows; or `draws` is not a whole number
-                >= 0.
+            TypeError: `x` is not an array.
+            ValueError: `x` has other columns or input names, rows of another shape, no rows or
+                different numbers of them; its numbers are of another kind (integers for floats),
+                or are complex, text, dates or objects; it contains values that are not finite, or
+                tokens beyond an embedding's rows; or `draws` is not an integer >= 0.
         """
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
@@ -181,8 +178,8 @@ class ClientModel:
         return calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
 
     def local_predictions(self, x: Any, *, draws: int | None = None) -> LocalPredictions:
-        """Return the client's part in a survey on new rows, before any step of calibration; as
-        `predict` reads them.
+        """Return the client's part in a survey on new rows, before any step of calibration; `x` is
+        as in `predict`.
         """
         surveying.check_reading(self)
         refuse_changed(self.algorithm.model)
@@ -199,9 +196,9 @@ class ClientModel:
         )
         if (bad := broken(found)).any():
             warn(
-                f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the "
-                f"first is row {int(bad.nonzero()[0])}; look at these inputs, at the transform or "
-                "at the weights",
+                f"the predictions of {self.name!r} are not finite for {int(bad.sum())} rows, first "
+                f"for row {int(bad.nonzero()[0])}; check these inputs, the transform and the "
+                "weights",
             )
         draws_own = any_draws(one.step for one in self.steps)
         return LocalPredictions.of_one(
@@ -214,15 +211,15 @@ class ClientModel:
         )
 
     def scores(self, x: Any, y: Any = None) -> np.ndarray:
-        """Return how strange rows are, [N], as `Alarm.see` takes it; the larger, the stranger.
+        """Return how unusual rows are, [N], as input of `Alarm.see`; larger is more unusual.
 
         Args:
-            x: Inputs, as of `predict`.
+            x: Inputs, see `predict`.
             y: Their labels [N] or targets [N, O], for the scores of `Conformal`; None for the
                 epistemic uncertainty of the predictions, which needs no labels.
 
         Raises:
-            ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
+            ValueError: See `predict`; or the client's model has no conformal sets, `y` does not
                 fit `x`, or there is no epistemic uncertainty.
         """
         check_index(x=x, y=y)
@@ -232,8 +229,8 @@ class ClientModel:
             made = local.predictions
             if made.probs is not None and made.probs.dim() == 3:
                 raise ValueError(
-                    "alarms watch rows of one label each: the labels of one row are not "
-                    "independent; score rows by a number of your own"
+                    "alarms need one label for each row, because the labels of one row are not "
+                    "independent; compute a score of your own for each row"
                 )
             labels = self.schema.read_labels(y, len(made.mask))
             local = replace(local, predictions=replace(made, labels=labels))
@@ -248,17 +245,16 @@ class ClientModel:
         return Scores.made(found, "epistemic" if y is None else "labels", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
-        """Return an alarm for rows to come, which compares them with the client's calibration rows,
-        and may be read after every one.
+        """Return an alarm for future rows, which compares them with the client's calibration rows
+        and may be read after every row.
 
         >>> watch = model.alarm()  # doctest: +SKIP
         >>> watch.see(model.scores(x, y)).raised  # doctest: +SKIP
 
         Args:
-            score: What it looks at: `labels`, how badly they fit, for `scores(x, y)`; or
+            score: The monitored score: `labels`, how badly they fit, for `scores(x, y)`; or
                 `epistemic` uncertainty, for `scores(x)`.
-            delta: Probability with which it may ever be raised although nothing has changed, in (0,
-                1).
+            delta: Probability of a false alarm at any time, in (0, 1).
 
         Raises:
             ValueError: The client's model has no conformal sets, the client has no calibration
@@ -271,14 +267,14 @@ class ClientModel:
         if not len(reference):
             raise ValueError(
                 f"{self.name!r} has no rows in the split {one.step.split!r}, with which an alarm "
-                "compares rows to come; give it some there"
+                "compares new rows; add some rows to it"
             )
         if bool(reference.isnan().any()):
             raise ValueError(UNCERTAIN.format(self.name))
         level = cast(calibration.Conformal, one.step).level
         if len(reference) < (least := math.ceil(1 / (1 - level))):
             warn(
-                f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} "
+                f"{self.name!r} has {len(reference)} calibration rows, but an alarm needs {least} "
                 "to expect a miss among them: it will be raised late",
             )
         source = (score, self._source(one))
@@ -293,8 +289,8 @@ class ClientModel:
         )
 
     def _source(self, one: calibration.Fitted) -> str:
-        """Return what identifies a model and its calibration: its calibration rows' scores
-        follow from both.
+        """Return a description of the model and its calibration, which determine the scores of the
+        calibration rows.
         """
         made = archive.digest_of_tensors(
             repr(one.step), {name: t.cpu() for name, t in one.own.items()}
@@ -305,15 +301,14 @@ class ClientModel:
         """Return the last step that makes sets, and its place.
 
         Raises:
-            ValueError: Predictions of a row depend on the rows with it, so that new rows differ
-                from calibration rows in any case; or there is none.
+            ValueError: The prediction for a row depends on the other rows, so that new rows would
+                always differ from calibration rows; or no step makes sets.
         """
         if self.algorithm.predictor is not None and self.algorithm.draws:
             raise ValueError(
-                f"the predictor of {self.name!r} draws noise for each row by its place among those "
-                "that are predicted together, so that an alarm would compare what cannot be "
-                "compared: train by the same method with another link, such as 'contrasts', and "
-                "draws=0"
+                f"the predictor of {self.name!r} draws noise for each row by its place among the "
+                "rows that are predicted together, so the alarm's scores would not be comparable: "
+                "train the same method with another link, such as 'contrasts', and draws=0"
             )
         found = [
             (place, one)
@@ -322,22 +317,21 @@ class ClientModel:
         ]
         if not found:
             raise ValueError(
-                f"{self.name!r} has no conformal sets, by whose scores rows are compared: make it "
-                "by result.calibrate(Conformal())"
+                f"{self.name!r} has no conformal sets, whose scores the alarm needs: call "
+                "result.calibrate(Conformal()) first"
             )
         return found[-1]
 
     def model(self) -> nn.Module:
-        """Return the network at the means of the client's beliefs: a module of its own, in
-        evaluation mode.
+        """Return the network at the posterior means: a separate module, in evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It has nothing of the
-        uncertainty, for which `predict` is, nor of the federation's transform: it takes inputs that
-        are transformed already, floats in the run's precision, one tensor as `model(x)`, a tuple as
-        `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client
-        chose, as in IFCA.
+        Its outputs are the likelihood's inputs, such as logits. It contains neither the
+        uncertainty, for which use `predict`, nor the federation's transform. Its inputs must be
+        transformed already: floats in the run's precision, one tensor as `model(x)`, a tuple as
+        `model(*x)`, a mapping as `model(**x)`. If the method trains several networks, it is the one
+        that the client chose, as in IFCA.
 
-        A warning names the steps of calibration of a calibrated client, which it leaves out.
+        For a calibrated client a warning names the steps of calibration that are left out.
 
         Raises:
             ValueError: The client predicts with several networks together, as in a mixture.
@@ -346,29 +340,29 @@ class ClientModel:
             left = ", ".join(type(one.step).__name__ for one in self.steps)
             warn(
                 f"the network of {self.name!r} alone leaves out its calibration ({left}); "
-                "export(path, x) has it inside, and predict(x) applies it",
+                "export(path, x) includes it, and predict(x) applies it",
             )
         return module_at(self.algorithm, self.algorithm.parts, self.view)
 
     def export(self, path: str | os.PathLike[str], x: Any, *, plug_in: bool = False) -> None:
-        """Write what the client serves into an ONNX file, completely or not at all.
+        """Write the client's prediction function to an ONNX file, completely or not at all.
 
-        The graph takes any number of rows as `predict` takes them (of a frame, what its columns
-        make of it), applies the federation's transform, and returns `probs` with temperature and
-        bias inside, or the mean, or quantiles, of numbers. The metadata `bayesfl`, JSON, has the
-        names of the classes and of the inputs, what makes these of a frame's columns, and the
+        The graph accepts any number of rows in the form of `predict` (for a frame, the inputs
+        computed from its columns) and applies the federation's transform. It returns `probs` with
+        temperature and bias applied, or for numbers the mean or quantiles. The metadata `bayesfl`,
+        JSON, have the names of the classes and inputs, the encoding of a frame's columns, and the
         options and thresholds of sets and abstention. Needs onnx and onnxscript.
 
         Args:
             path: The file, such as `"bern.onnx"`.
-            x: Two example rows or more, as of `predict`, for which the graph is compared with
-                `predict`.
-            plug_in: Whether to predict at the means of the beliefs, of an uncalibrated client that
+            x: Two or more example rows, see `predict`; the graph's output for them is compared with
+                that of `predict`.
+            plug_in: Whether to predict at the posterior means, for an uncalibrated client that
                 averages over a posterior.
 
         Raises:
-            ValueError: As by `predict`; or the client averages over a posterior, which a graph has
-                not, or the graph would predict otherwise.
+            ValueError: See `predict`; or the client averages over a posterior, which ONNX export
+                does not support, or the graph's predictions differ.
         """
         made = replace(self, plug_in=True) if plug_in else self
         surveying.check_reading(made)
@@ -390,7 +384,7 @@ class ClientModel:
         write_onnx(path, served, rows, expected, about)
 
     def _check_at_means(self) -> None:
-        """Raise ValueError where the client averages over draws or another posterior."""
+        """Raise ValueError if the client averages over draws or another posterior."""
         drawn = self.algorithm.draws and any(
             self.algorithm.blocks[part].stochastic for part in self.algorithm.parts
         )
@@ -400,9 +394,9 @@ class ClientModel:
             or not (rule is None or (isinstance(rule, Mixture) and rule.each is None))
         ):
             raise ValueError(
-                f"{self.name!r} predicts by a posterior, which a graph has not; export at the "
-                "means by plug_in=True, or calibrate a method that predicts at the means, as "
-                "dataclasses.replace(method, draws=0, predictor=None)"
+                f"{self.name!r} averages over a posterior, which ONNX export does not support; "
+                "pass plug_in=True to export at the means, or calibrate a method that predicts at "
+                "the means, dataclasses.replace(method, draws=0, predictor=None)"
             )
 
     def _served(self) -> Served:
@@ -429,25 +423,24 @@ class ClientModel:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it
         without data.
 
-        No training row is written as it is. Where the method's predictor needs training data
-        (FedSI's, `LinearisedLaplace`), the covariance of the weights that it made of them is
-        written instead. Such a file is as confidential as the training data and must not leave the
-        client: rows can be computed from a covariance, exactly so where a unit of the network
-        answers to a single one. `plug_in=True` leaves it out, for a file that is to leave; the
-        means that remain were trained on the data and can tell about them, too. A calibrated model
-        holds scores of the client's calibration rows, with which its alarms compare: such a file
-        must stay there, too. A warning names another client whose model was there.
+        No training row is written unchanged. If the method's predictor needs training data (FedSI,
+        `LinearisedLaplace`), the file has the covariance of the weights that was computed from
+        them. Such a file is as confidential as the training data and must not leave the client:
+        rows can be computed from a covariance, exactly if a unit of the network responds to only
+        one row. `plug_in=True` leaves the covariance out, for a file that may leave; the remaining
+        means were trained on the data and can still reveal something about them. A calibrated model
+        contains scores of the client's calibration rows, for its alarms: this file must not leave
+        the client either. A warning names another client whose model was in the folder.
 
         Args:
-            path: The folder, made if it does not exist.
-            plug_in: Whether to leave the covariance out, and to predict at the means of the
-                beliefs.
+            path: The folder, created if it does not exist.
+            plug_in: Whether to leave the covariance out, and to predict at the posterior means.
 
         Raises:
             TypeError: `path` is neither text nor a path.
-            ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor
-                cannot be stored, or takes more than `LARGEST_TENSOR` bytes; or `plug_in` is True
-                and the model is calibrated, or one of its steps is none of bayesfl's.
+            ValueError: `path` is empty, is a file or lies under one; the method's predictor cannot
+                be stored, or needs more than `LARGEST_TENSOR` bytes; or `plug_in` is True and the
+                model is calibrated, or one of its steps is not from bayesfl.
         """
         made = replace(self, plug_in=True) if plug_in else self
         surveying.check_reading(made)
@@ -455,10 +448,10 @@ class ClientModel:
             stored = made._stored
         except MemoryError as error:
             raise ValueError(
-                f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to "
-                "store the means alone"
+                f"{self.name!r} cannot be saved with its predictor: {error}; pass plug_in=True to "
+                "store only the means"
             ) from None
-        # A file's own time is lost where it is copied.
+        # Copying a file loses its modification time.
         written = datetime.now(UTC).isoformat(timespec="microseconds")
         content = {
             **vars(made),
@@ -473,7 +466,7 @@ class ClientModel:
 
     @property
     def _rule(self) -> Predictor | None:
-        """Return the rule by which the client predicts: at the means, none, but that of several
+        """Return the client's prediction rule: None at the means, unless it combines several
         models, which have no single mean.
         """
         rule = self.algorithm.predictor
@@ -485,8 +478,8 @@ class ClientModel:
 
     @cached_property
     def _fitted(self) -> FittedPredictor | None:
-        """Return the client's predictor: as it is restored from a file where that is possible, so
-        that both give the same bits.
+        """Return the client's predictor, restored from its stored tensors if possible, so that
+        predictions before and after saving are bit-identical.
         """
         rule = self._rule
         if rule is None:
@@ -503,12 +496,12 @@ class ClientModel:
         """Return the tensors from which the predictor is restored.
 
         Raises:
-            AttributeError: The method's predictor is no `StoredPredictor`.
-            MemoryError: A tensor takes more than `LARGEST_TENSOR` bytes.
+            AttributeError: The method's predictor is not a `StoredPredictor`.
+            MemoryError: A tensor needs more than `LARGEST_TENSOR` bytes.
         """
         rule = self._rule
         if rule is None or rule is not self.algorithm.predictor:
-            return {}  # the means are all
+            return {}  # the means suffice
         if self.predictor is None:
             return self.stored
         stored: Any = rule
@@ -533,31 +526,31 @@ def client_model(
 
     Args:
         algorithm: The method.
-        given: What the client received.
+        given: The state that the client received.
         view: Its view after fine-tuning, [...].
-        train: Its training data x and y; None where they are not known.
+        train: Its training data x and y; None if unknown.
         name: Its name.
         client: Its number.
-        data: The federation's data, or what is known of them.
+        data: The federation's data, or their outline.
         round: Number of rounds done.
         seed: The run's seed.
         known: The last states of the surveys that the method's predictor needs, by their names.
         steps: Steps of calibration with its own parameters, [1, ...].
 
     Raises:
-        ValueError: The data have a transform, of which only the description is known.
+        ValueError: The data have a transform of which only the description is known.
     """
     rule = algorithm.predictor
     told = {**given, **known}
     predictor = None if rule is None else rule(algorithm, told, view, train or {})
-    view = getattr(predictor, "view", view)  # with the beliefs that the rule made of the rows
+    view = getattr(predictor, "view", view)  # with posteriors that the rule fitted to the rows
     names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, Outline) and data.transform is not None:
         raise ValueError(
-            f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of "
-            "rows, and this result was loaded without the data, which have it; bf.load(path, "
-            "algorithm, clients) loads it with them"
+            f"{name!r} needs the transform {data.transform.get('name', '')} for its inputs, but "
+            "this result was loaded without the data, which have it; bf.load(path, algorithm, "
+            "clients) loads it with them"
         )
     return ClientModel(
         algorithm,
@@ -574,15 +567,15 @@ def client_model(
 
 
 def needs_data(algorithm: Algorithm) -> bool:
-    """Return whether a client needs its training data to predict: to fine-tune, or for the method's
-    predictor.
+    """Return whether a client needs its training data to predict, for fine-tuning or for the
+    method's predictor.
     """
     rule = algorithm.predictor
     return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
 
 
 def needed(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the names of the view's entries from which a client predicts."""
+    """Return the names of the view's entries that a client needs to predict."""
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
 
 
@@ -594,26 +587,26 @@ def load_client(
     transform: Change | None = None,
     device: torch.device | str = "cpu",
 ) -> ClientModel:
-    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote,
+    """Load one client's model, written by `ClientModel.save` or by a node of a deployed federation,
     without any data.
 
     Args:
-        path: The folder, or a folder with models of one client only, such as a node's folder of
-            states, from which the model that was written last is taken. Each file holds its time,
-            so copies keep their order.
-        algorithm: The network, with any weights; or the method that made it, with the same options,
-            which is needed only where a function or a class of your own has part in predictions, as
-            a likelihood or a rule of selection.
-        transform: The transform of the federation's data, since the file describes it and holds no
-            code; None where it had none.
-        device: The device that is to hold it and to compute its predictions.
+        path: The folder, or a folder with models of only one client, such as a node's folder of
+            states; the most recently written model is loaded. Each file contains its time, so
+            copies keep their order.
+        algorithm: The network, with any weights. Or the method that made it, with the same options;
+            it is needed only if predictions use a function or a class of your own, such as a
+            likelihood or a rule of selection.
+        transform: The transform of the federation's data, which the file describes but does not
+            contain; None if there was none.
+        device: The device for the model and its predictions.
 
     Raises:
         TypeError: `algorithm` is neither a network nor an `Algorithm`, or `path` is neither text
             nor a path.
-        ValueError: The device is absent, or `path` is empty.
-        CheckpointError: There is no model of a client, or several clients'; or the file is damaged,
-            or was made with another method, another network or another transform, see
+        ValueError: The device does not exist, or `path` is empty.
+        CheckpointError: The folder has no client model, or models of several clients; or the file
+            is damaged, or was made with another method, network or transform, see
             `bayesfl.base.described`.
 
     Example:
@@ -638,29 +631,28 @@ def load_client(
     else:
         if "needs" in predicts:
             raise archive.CheckpointError(
-                f"{str(file)!r} needs the method that made it: a file holds no code, and "
-                f"{predicts['needs']} has part in its predictions"
+                f"{str(file)!r} needs the method that made it: files contain no code, but its "
+                f"predictions use {predicts['needs']}"
             )
         algorithm = predictor_of(predicts, algorithm)
         same_network(repr(str(file)), known, algorithm)
-        # The file's method said it in other words.
+        # The file's method described it in other words.
         found["steps"] = tuple(replace(one, reading=None) for one in found["steps"])
     apart = differences({"transform": schema.transform}, {"transform": described(transform)})
     refuse_differences(
         f"{str(file)!r} was made with another function of inputs:",
         apart,
-        "give that one by transform=, as a file holds no code",
+        "pass that one as transform=, because a file contains no code",
     )
     return ClientModel(algorithm, **found, schema=replace(schema, transform=transform))
 
 
 def check_file_names(names: Sequence[str]) -> None:
-    """Check that clients' names can be names of folders, none of which lies outside the folder that
-    holds them.
+    """Check that clients' names can be folder names inside the folder that contains them.
 
     Raises:
-        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no
-            folder may have, or is too long; or two are alike.
+        ValueError: A name is empty, `.` or `..`, is too long, or contains a slash or another
+            character that is not allowed in folder names; or two names are equal.
     """
     alike = Counter(map(str.casefold, names))
     if bad := [
@@ -672,34 +664,34 @@ def check_file_names(names: Sequence[str]) -> None:
         or alike[name.casefold()] > 1
     ]:
         raise ValueError(
-            f"clients' names become folders, and {bad[0][:40]!r} cannot be one, is too long, or is "
-            "another's where case does not count; save single clients by "
+            f"clients' names become folder names, but {bad[0][:40]!r} is not allowed, is too long, "
+            "or equals another name up to case; save clients one by one with "
             "result.client(...).save(path)"
         )
 
 
 def only_file(path: Path) -> Path:
-    """Return the file of the only client's model in a folder or below it; of one client's several,
-    that written last.
+    """Return the file of the only client's model in a folder or below it; if that client has
+    several, the most recently written one.
 
     Raises:
-        CheckpointError: There is none, or there are models of several clients.
+        CheckpointError: There is no model, or there are models of several clients.
     """
     direct = path / files.CLIENT_FILE
     found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE))
     if not found:
         raise archive.CheckpointError(
-            f"{str(path)!r} holds no model of a client, no {files.CLIENT_FILE}"
+            f"{str(path)!r} contains no client model, no file {files.CLIENT_FILE}"
         )
     if len(found) == 1:
         return found[0]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
-    # A client has another folder in each, and perhaps another number.
+    # A client's folder, and possibly its number, differs between experiments.
     experiments = {file.parent.parent.name for file in found}
     if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
         several = ", ".join(str(file.parent) for file in found[:3])
         raise archive.CheckpointError(
-            f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass "
-            "one of these folders"
+            f"{str(path)!r} contains models of {len(found)} clients: {several}; pass one of these "
+            "folders"
         )
     return max(found, key=lambda file: models[file]["written"])

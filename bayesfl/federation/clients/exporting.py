@@ -1,4 +1,4 @@
-"""A client's model as one ONNX file, which predicts as the client does."""
+"""Export of a client's model to an ONNX file with the same predictions."""
 
 import json
 import os
@@ -17,21 +17,21 @@ from bayesfl.data.split import Change
 from bayesfl.evaluation.calibration import Bias, Fitted, Temperature
 
 NEAR = 1e-4
-"""How far exported predictions may lie from the client's own, relative where these exceed 1."""
+"""Maximum difference between exported and own predictions, relative if these exceed 1."""
 
 
 class Served(nn.Module):
-    """Compute what a client serves at the means of its beliefs, from rows as their owner has them:
-    the transform, its networks, the likelihood's predictions, temperatures and biases.
+    """Compute a client's predictions at the posterior means from untransformed rows: transform,
+    networks, likelihood, temperatures and biases.
 
     Args:
-        networks: The networks that predict together, of which most methods have one.
+        networks: The networks that predict together; one for most methods.
         weights: Weight of each network's predictions.
         likelihood: The method's likelihood.
-        transform: What is done to rows before the networks read them; None for nothing.
+        transform: Function applied to rows before the networks; None for none.
         dtype: Precision of the networks.
-        steps: Steps of calibration with the client's own parameters; those that change no
-            prediction are left out.
+        steps: Steps of calibration with the client's own parameters; steps that do not change
+            predictions are ignored.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Served(nn.Module):
                 self._moves.append(("plus", one.own["bias"][0].to(dtype)))
 
     def forward(self, x: Inputs) -> Tensors:
-        """Return the predictions for rows [N, ...], one tensor a name."""
+        """Return the predictions for rows [N, ...], one tensor for each name."""
         x = self._transform(x) if self._transform is not None else x
         x = each(lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
         made = [
@@ -84,17 +84,17 @@ def write_onnx(
     expected: Mapping[str, Tensor],
     about: Mapping[str, Any],
 ) -> None:
-    """Write what a client serves into an ONNX file, for any number of rows.
+    """Write a client's prediction function to an ONNX file, for any number of rows.
 
     Args:
         path: The file.
-        served: What is exported.
-        rows: Example rows, two or more.
+        served: The module to export.
+        rows: Two or more example rows.
         expected: The client's own predictions for these.
-        about: What the file's metadata say beside the graph, JSON-able.
+        about: Further metadata of the file, JSON-able.
 
     Raises:
-        ValueError: The module predicts otherwise than the client.
+        ValueError: The predictions of the module and of the client differ.
     """
     import onnx
     import onnxscript
@@ -112,7 +112,7 @@ def write_onnx(
     with atomic_path(path) as temporary:
         torch.onnx.export(
             served,
-            (rows, {}),  # a mapping at the end would be taken for keywords
+            (rows, {}),  # a mapping in the last place would be interpreted as keywords
             temporary,
             dynamo=True,
             dynamic_shapes={"x": each(lambda t: any_rows, rows)},
@@ -134,18 +134,18 @@ def write_onnx(
             apart = float(((t.cpu() - expected[name]).abs() / (1 + expected[name].abs())).max())
             if not apart <= NEAR:
                 raise ValueError(
-                    f"the exported network's {name!r} would lie up to {apart:.2g} from those that "
-                    "the client predicts, as where a transform reads rows that are predicted "
-                    "together"
+                    f"the exported network's {name!r} would differ from the client's predictions "
+                    f"by up to {apart:.2g}, for example because the transform uses all rows that "
+                    "are predicted together"
                 )
 
 
 _SERVED = "served_"
-"""Begins the names of outputs until those of values inside the graph have made room for them."""
+"""Prefix of output names until values inside the graph with the same names are renamed."""
 
 
 def _tidy(graph: Any, names: Mapping[str, str]) -> None:
-    """Rename a graph's values, and leave out where in the source code each node comes from."""
+    """Rename a graph's values, and remove each node's reference to the source code."""
     for node in graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
@@ -159,8 +159,8 @@ def _tidy(graph: Any, names: Mapping[str, str]) -> None:
 
 
 def _run(path: os.PathLike[str], names: Sequence[str], rows: Inputs, found: Tensors) -> Tensors:
-    """Return what the file's graph makes of rows where onnxruntime is installed; else `found`, as
-    the module made it.
+    """Return the output of the file's graph for rows, if onnxruntime is installed; otherwise
+    `found`, the module's output.
     """
     try:
         import onnxruntime
@@ -172,7 +172,7 @@ def _run(path: os.PathLike[str], names: Sequence[str], rows: Inputs, found: Tens
 
 
 def described_served(steps: Sequence[Fitted], transform: Change | None) -> dict[str, Any]:
-    """Return what an exported file says of steps of calibration and of the transform in its
+    """Return the metadata of an exported file on the steps of calibration and the transform in its
     graph.
     """
     return {

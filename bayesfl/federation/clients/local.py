@@ -1,5 +1,5 @@
-"""The local work of clients: a method's phases in order, for a chunk of clients, with a check for
-finite numbers after each phase.
+"""The local work of clients: a method's phases in order, for a chunk of clients, with a check after
+each phase that the state is finite.
 """
 
 import logging
@@ -37,20 +37,20 @@ from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
+NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or check this client's data"
 KEPT = 2**28
-"""Maximum number of bytes of fine-tuned views that are kept, and of heads, so that clients make
-them once for all that is asked.
+"""Maximum number of bytes of cached fine-tuned views, and of cached heads, which clients then
+compute only once.
 """
 
 
 @dataclass(frozen=True)
 class Received:
-    """The state from which a chunk of clients starts a round.
+    """Hold the state from which a chunk of clients starts a round.
 
     Args:
-        common: What the server sent to every client.
-        addressed: What the server sent to each client of the chunk alone, [C, ...].
+        common: State that the server sent to every client.
+        addressed: State that the server sent to single clients of the chunk, [C, ...].
         rows: The private state of the chunk's clients, [C, ...].
     """
 
@@ -61,14 +61,14 @@ class Received:
 
 @dataclass(frozen=True)
 class State:
-    """A federation's state between two rounds.
+    """Hold a federation's state between two rounds.
 
     Args:
         server: The server's state.
         private: The clients' private states, [J, ...] each.
         round: Number of rounds done.
-        kept: The outcomes of fine-tuning by their clients, at most `KEPT` bytes of them.
-        heads: As in `Done`.
+        kept: Cached outcomes of fine-tuning by their clients, at most `KEPT` bytes.
+        heads: See `Done`.
     """
 
     server: Server
@@ -86,7 +86,7 @@ class State:
         )
 
     def finetuned(self, local: "Local", ids: np.ndarray) -> "Done":
-        """Return the outcome of `Local.finetuned` for a chunk of clients, which fine-tune once."""
+        """Return the outcome of `Local.finetuned` for a chunk of clients, computed once."""
         if (found := self.kept.get(ids.tobytes())) is not None:
             return found
         done = local.finetuned(ids, self.received(local.algorithm, ids), self.round)
@@ -99,19 +99,19 @@ class State:
 
 @dataclass(frozen=True)
 class Done:
-    """The outcome of a chunk's local work.
+    """Hold the outcome of a chunk's local work.
 
     Args:
-        ids: The chunk's clients [C], those with most examples first.
-        given: What every client received this round.
+        ids: The chunk's clients [C], in descending order of their numbers of examples.
+        given: State that every client received this round.
         views: The clients' views after the work, [C, ...].
         info: Diagnostics such as losses, [C] each.
         seconds: Time spent in steps, batches and noise, in seconds.
         received: Number of bytes that the chunk received.
         diverged: True for clients whose training is no longer finite, [C] bool; their views are
-            those at their start.
-        heads: What clients have made of their rows, from which `Heads` restores their predictors,
-            by their numbers; at most `KEPT` bytes.
+            reset to the start.
+        heads: Cached statistics from which `Heads` restores clients' predictors, by client number;
+            at most `KEPT` bytes.
     """
 
     ids: np.ndarray
@@ -126,7 +126,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Local:
-    """The clients' local work: a method's phases, the engine that runs them, and the training data.
+    """Run the clients' local work: a method's phases, with an engine, on the training data.
 
     Args:
         algorithm: The method.
@@ -134,11 +134,11 @@ class Local:
         train: The clients' training data, on the run's device and in its precision.
         seed: Seed of all random draws.
         rounds: Number of rounds of the run.
-        tolerant: Whether a client whose training is no longer finite is set aside instead of
+        tolerant: Whether a client whose training is no longer finite is skipped instead of
             stopping the run.
-        names: The clients' names, for messages; none where they are not known.
+        names: The clients' names, for messages; empty if unknown.
         validation: Their validation data, for a `Once` that reads them; None for none.
-        said: What the method's `watch` has warned of, by kind.
+        said: Warnings of the method's `watch` so far, by kind.
     """
 
     algorithm: Algorithm
@@ -153,7 +153,7 @@ class Local:
 
     def __post_init__(self) -> None:
         if len(self.train.index) and not trials(self.algorithm.model):
-            self.algorithm.trial(self.train)  # as after loading, where no preflight has done so
+            self.algorithm.trial(self.train)  # needed after loading, when there was no preflight
 
     def run(
         self,
@@ -168,7 +168,7 @@ class Local:
 
         Args:
             stage: Training, fine-tuning or adaptation.
-            ids: The clients [C], those with most examples first.
+            ids: The clients [C], in descending order of their numbers of examples.
             received: The state from which they start.
             round: Number of rounds done before; it selects the random draws.
             phases: Number of phases to run, from the first; None for all.
@@ -189,7 +189,7 @@ class Local:
             Stage.FINETUNE: algorithm.finetune,
             Stage.ADAPT: algorithm.adapt,
         }[stage]
-        # counts the phases that shuffle or draw, so that one which does neither changes no draws
+        # Counts phases that shuffle or draw, so that other phases do not change the draws.
         place = 0
         for position, phase in enumerate(todo[:phases]):
             plan = PhasePlan(
@@ -243,7 +243,7 @@ class Local:
                 )
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
-        if diverged.any():  # later phases changed the views that were set back
+        if diverged.any():  # later phases changed the views that had been reset
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         if views is not started:
             algorithm.check_reported(started, views)
@@ -258,16 +258,16 @@ class Local:
         )
 
     def _warn_once(self, found: Mapping[str, str]) -> None:
-        """Warn of what a method sees, each kind once in a run: other clients and later rounds have
-        the same.
+        """Issue each kind of a method's warnings once in a run, not again for other clients and
+        later rounds.
         """
         for kind, said in found.items():
             if self.said.setdefault(kind, said) is said:
                 warn(said)
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
-        """Return how many bytes the clients receive in a round; frozen blocks do not count, since
-        clients have them from the start.
+        """Return the number of bytes that the clients receive in a round; frozen blocks do not
+        count, because clients have them from the start.
         """
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
         sent = [
@@ -282,7 +282,7 @@ class Local:
     def over(
         self, crew: Crew, ids: np.ndarray | None, work: Callable[[np.ndarray], T]
     ) -> Iterator[T]:
-        """Yield `work` of the clients `ids`, or of all, chunk by chunk, at every rank."""
+        """Yield `work` for the clients `ids`, or for all, chunk by chunk, at every rank."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
         counts = self.train.counts
         parts = chunks(np.arange(len(counts)) if ids is None else ids, counts, size)
@@ -290,7 +290,7 @@ class Local:
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:
         """Run the adaptation phases of clients never seen in training, and write their new state
-        into `state.private`.
+        to `state.private`.
 
         Args:
             state: The federation's state.
@@ -298,8 +298,7 @@ class Local:
             ids: The clients; None for all.
 
         Raises:
-            DivergenceError: A client's state is no longer finite, whether that is tolerated
-                elsewhere or not.
+            DivergenceError: A client's state is no longer finite, whether or not `tolerant` is set.
         """
         strict = replace(self, tolerant=False)
 
@@ -310,8 +309,8 @@ class Local:
             write_rows(state.private, done.ids, done.views)
 
     def own_rows(self, client: int) -> Batch:
-        """Return one client's training rows, x and y; and its `validation` rows where the method's
-        predictor reads them, none where it has none.
+        """Return one client's training rows, x and y; also its `validation` rows, if there are any
+        and the method's predictor reads them.
         """
         x, y = self.train.client(client)
         if not getattr(self.algorithm.predictor, "validates", False):
@@ -326,16 +325,16 @@ class Local:
             return self.train
         if self.validation is None:
             raise ValueError(
-                "the method reads validation rows in training, and the data have none: make them "
+                "the method uses validation rows in training, but the data have none: make them "
                 "with validation=0.1"
             )
         return self.validation
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
-        """Run the fine-tuning phases, on a copy of each client's view, before it predicts.
+        """Run the fine-tuning phases before prediction, on a copy of each client's view.
 
-        If `tolerant`, a client whose fine-tuning is no longer finite predicts without it, and a
-        warning is logged.
+        If `tolerant`, a client whose fine-tuning is not finite predicts without it, and a warning
+        is logged.
 
         Raises:
             DivergenceError: A client's state is no longer finite, and `tolerant` is False.
@@ -351,11 +350,11 @@ class Local:
 
 
 def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
-    """Return which clients have finite entries only, [C] bool, in tensors [C, ...]."""
+    """Return which clients have only finite entries, [C] bool, in tensors [C, ...]."""
     if not changed:
         return np.ones(clients, bool)
     # A sum takes one pass and is finite only if all its terms are. Large finite terms may overflow,
-    # so other sums are checked by entry.
+    # so each entry is checked if the sum is not finite.
     finite = torch.stack([t.reshape(clients, -1).sum(1).isfinite() for t in changed]).all(0)
     if not bool(finite.all()):
         finite = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in changed]).all(0)
@@ -363,8 +362,8 @@ def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
 
 
 def _set_aside(views: View, started: View, diverged: Tensor) -> View:
-    """Return the views [C, ...] with those of `diverged` clients [C] set back to their start;
-    entries absent at the start become zeros.
+    """Reset the views [C, ...] of `diverged` clients [C] to their start; entries absent at the
+    start become zeros.
     """
 
     def back(now: Tensor, then: Tensor) -> Tensor:
@@ -379,10 +378,10 @@ def _set_aside(views: View, started: View, diverged: Tensor) -> View:
 
 
 def kept_phases(algorithm: Algorithm) -> int:
-    """Return the number of phases that a client outside the cohort has to run.
+    """Return the number of phases that a client outside the cohort must run.
 
-    Phases at the end are left out if they only train blocks that the client does not keep: outside
-    the cohort it does not send them either.
+    Final phases are skipped if they only train blocks that the client does not keep; outside the
+    cohort it does not send them either.
     """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
@@ -391,14 +390,14 @@ def kept_phases(algorithm: Algorithm) -> int:
             or phase.persist
             or any(algorithm.blocks[name].keep for name in phase.blocks)
         ):
-            break  # a phase of another kind may keep something
+            break  # a phase of another type may train kept blocks
         count -= 1
     return count
 
 
 def touched(algorithm: Algorithm) -> bool:
-    """Return whether training changes every part of the predictor, or may: a phase that does not
-    say which blocks it trains may change any.
+    """Return whether training may change every part of the predictor; a phase that does not declare
+    its blocks may change any.
     """
     phases = [inner for phase in algorithm.phases for inner in unrolled(phase)]
     if not all(isinstance(phase, Descend) for phase in phases):
@@ -407,7 +406,7 @@ def touched(algorithm: Algorithm) -> bool:
 
 
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
-    """Return the private state of all clients at their start, [J, ...] each."""
+    """Return the initial private state of all clients, [J, ...] each."""
     rows = algorithm.rows(server)
     return current().copied(tree_map(lambda t: t.expand(clients, *t.shape), rows))
 

@@ -1,6 +1,4 @@
-"""A method's network at the means of beliefs, as a module of its own: of one client, or of the
-server.
-"""
+"""A client's or the server's network at the posterior means, as a separate module."""
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +10,16 @@ from bayesfl.models.copies import duplicate, refuse_changed
 
 
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
-    """Return the method's network at the means of some beliefs, as a module of its own in
-    evaluation mode; frozen parameters stay so.
+    """Return the method's network at the posterior means, as a separate module in evaluation mode;
+    frozen parameters stay frozen.
 
-    Of blocks with copies it is the copy that alone has weight in the view's mixture.
+    For blocks with copies, it is the only copy with weight in the view's mixture.
 
     Args:
         algorithm: The method.
         parts: Names of the blocks that make the network.
-        view: Beliefs about these blocks [...], "n", and what the method's predictor reads.
+        view: Posteriors of these blocks [...], "n", and the entries that the method's predictor
+            reads.
 
     Raises:
         ValueError: Several copies of a block predict together.
@@ -35,7 +34,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
         if len(weighted) != 1:
             raise ValueError(
                 f"there is no single network: {len(weighted)} of {copies} copies predict together; "
-                "use predict(x), which mixes them"
+                "use predict(x), which averages over them"
             )
         view = algorithm.of_copy(parts, view, weighted[0])
     refuse_changed(algorithm.model)
@@ -47,17 +46,16 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
 
 
 def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tensor) -> nn.Module:
-    """Return the server's network at the means of its beliefs, as a module of its own in evaluation
-    mode.
+    """Return the server's network at the posterior means, as a separate module in evaluation mode.
 
     Args:
         algorithm: The method.
         server: The server's state.
         clients: Number of clients.
-        like: A number in the precision and on the device of the state.
+        like: A tensor with the precision and the device of the state.
 
     Raises:
-        ValueError: The server holds no whole network, or several.
+        ValueError: The server has no complete network, or several.
     """
     if (parts := algorithm.shared_parts()) is None:
         private = [name for name in algorithm.parts if algorithm.blocks[name].private]
@@ -67,12 +65,12 @@ def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tens
             else "the clients' networks are mixtures of several"
         )
         raise ValueError(
-            f"the server holds no whole network: {what}; take a client's own, result.client(name)"
+            f"the server has no complete network: {what}; use a client's own, result.client(name)"
         )
     own = algorithm.address(server, torch.arange(clients, device=like.device))
     if any(bool((t != t[:1]).any()) for name in parts for t in own.get(name, {}).values()):
         raise ValueError(
-            "the server holds several networks, of clusters of clients; take a client's own, "
+            "the server has several networks, one for each cluster of clients; use a client's own, "
             "result.client(name)"
         )
     return module_at(

@@ -1,5 +1,5 @@
-"""Methods by which clients predict with what a federation has trained, and which train nothing: the
-posterior of the server's model on the rows of all, and heads of clients' own.
+"""Methods that predict with a trained federation and train nothing: the posterior of the server's
+model given all clients' rows, and clients' own heads.
 """
 
 from collections.abc import Mapping
@@ -41,11 +41,11 @@ _KNOWN: dict[str, type] = {
 
 
 def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
-    """Return a method by which all clients predict with the server's model and its pooled
+    """Return a method with which all clients predict from the server's model and its pooled
     posterior, and which trains nothing.
 
     Args:
-        algorithm: A method that has one network on the server.
+        algorithm: A method with one network on the server.
         rule: The predictor.
     """
     parts: Any = algorithm.shared_parts()
@@ -61,18 +61,18 @@ def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
 
 @options.method()
 def with_heads(method: Method) -> Algorithm:
-    """Give every client its own head on the body that another method trains for all: a Gaussian
-    with full covariance, under a normal prior that all heads share.
+    """Give every client its own head on the body that another method trains: a Gaussian with full
+    covariance, under a normal prior that all heads share.
 
-    It trains nothing: `result.heads()` makes its federation of a trained one, and it loads what
-    that has saved. Over Flower, `bayesfl.flower.serve(grid, bf.with_heads(method), rounds=0,
-    start=trained, clients=...)` asks the nodes the same questions.
+    The method trains nothing. `result.heads()` applies it to a trained federation; use it to load
+    what that result has saved. Over Flower, `bayesfl.flower.serve(grid, bf.with_heads(method),
+    rounds=0, start=trained, clients=...)` conducts the same surveys on the nodes.
 
     Args:
         method: The method that trains the network.
 
     Raises:
-        ValueError: The network has no linear layer, or clients have no body in common.
+        ValueError: The network has no linear layer, or clients have no common body.
 
     Example:
         >>> method = bf.with_heads(bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10)))
@@ -80,7 +80,7 @@ def with_heads(method: Method) -> Algorithm:
         Algorithm(SplitModel; own_head: FullGaussian, body: Point; 0 phases)
     """
     layer = _last_linear(method.model)
-    also = aliases(method.model)  # a block covers all names of what has several
+    also = aliases(method.model)  # a block covers all names of a parameter
     mine = tuple(
         alias
         for name, _ in method.model.get_submodule(layer).named_parameters()
@@ -108,10 +108,10 @@ def with_heads(method: Method) -> Algorithm:
 
 
 def _last_linear(model: nn.Module) -> str:
-    """Return the name of the linear layer that a network declares last.
+    """Return the name of the last linear layer that a network declares.
 
     Raises:
-        ValueError: It has none, or its weights are made of other parameters.
+        ValueError: There is none, or its weights are computed from other parameters.
     """
     layers = [
         (name, is_parametrized(part))
@@ -121,18 +121,18 @@ def _last_linear(model: nn.Module) -> str:
     if not layers or layers[-1][1]:
         raise ValueError(
             "the network has no nn.Linear as its last layer, whose weights would be a client's "
-            "head; take those of weight_norm and the like off by "
+            "head; remove weight_norm and the like with "
             "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
         )
     return layers[-1][0]
 
 
 def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parts of the network whose body all clients have in common: what they predict
-    with, or else the server's.
+    """Return the blocks of the network that contains the clients' common body: the clients' own
+    predictor, or else the server's network.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no common body.
     """
     addressed = method.to_one(method.init(2))[1]
 
@@ -144,20 +144,20 @@ def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
         return method.parts
     if (parts := method.shared_parts()) is None:
         raise ValueError(
-            "clients have no body in common, on which heads could have a common prior; take a "
-            "method whose body is the server's, as fedavg, fedper or pfedvem"
+            "clients have no common body, which a common prior of heads needs; choose a method "
+            "whose body is the server's, such as fedavg, fedper or pfedvem"
         )
     return parts
 
 
 def servers_state(before: Algorithm, server: Server, method: Algorithm) -> Server:
-    """Return the server's state of a method that trains nothing: the means of the beliefs that
-    another has trained.
+    """Return the server's state for a method that trains nothing: the posterior means that another
+    method has trained.
 
     Args:
-        before: The method that has trained.
-        server: The server's state of that.
-        method: The method that it is for.
+        before: The method that was trained.
+        server: Its server's state.
+        method: The method that trains nothing.
     """
     own = method.layout(HEAD).names if HEAD in method.blocks else ()
     parts = _common(before, own)
@@ -167,8 +167,8 @@ def servers_state(before: Algorithm, server: Server, method: Algorithm) -> Serve
 
 
 def trained(algorithm: Algorithm, made_with: Mapping[str, Any]) -> Algorithm:
-    """Return the method of which a state is with which a run begins: of a method of `with_heads`
-    the one that has trained, unless the state is of such a method, too.
+    """Return the method whose state a run can start from: for a method of `with_heads`, the trained
+    one, unless the state itself is from `with_heads`.
 
     Args:
         algorithm: The method of the run.
@@ -179,11 +179,11 @@ def trained(algorithm: Algorithm, made_with: Mapping[str, Any]) -> Algorithm:
 
 
 def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
-    """Return the method that made a file, of the one that is given: where the file is of
-    `Result.laplace` or `Result.heads`, what these make of the one that trained.
+    """Return the method that made a file, given the trained method: if the file is from
+    `Result.laplace` or `Result.heads`, the method that these derive from it.
 
     Args:
-        algorithm: The method that is given.
+        algorithm: The trained method.
         rule: The predictor that the file names.
     """
     if rule is None or not hasattr(rule, "asks") or algorithm.predictor == rule:
@@ -194,8 +194,8 @@ def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
 
 
 def predicting(algorithm: Algorithm) -> dict[str, Any]:
-    """Return how a method predicts, JSON-able; or, where a function or a class of the user's has
-    part in it, this alone under "needs".
+    """Describe how a method predicts, as JSON; if predictions use a function or a class of the
+    user, only that, under "needs".
     """
     try:
         return {
@@ -221,19 +221,19 @@ def predicting(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def rule_of(found: Mapping[str, Any]) -> Predictor | None:
-    """Return the predictor that `predicting` says; None where there is none, or it is not said."""
+    """Return the predictor in a description of `predicting`; None if it has none."""
     return made(found.get("predictor"), _KNOWN)
 
 
 def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:
-    """Return a method that predicts as `predicting` says, and trains nothing."""
+    """Return a method that predicts as `predicting` describes, and trains nothing."""
     blocks = {}
     for name, one in found["blocks"].items():
         posterior = made(one["posterior"], _KNOWN)
         blocks[name] = Block(
             made(one["pattern"], _KNOWN),
             posterior=posterior,
-            # A belief that draws needs a prior, which nothing reads where nothing is trained.
+            # A posterior with draws needs a prior, which is unused without training.
             prior=Normal(centre=server_mean(name), variance=inverse_size(1.0)),
             pool=Mean() if one["sent"] else None,
             keep=one["keep"],

@@ -1,5 +1,5 @@
-"""Predictions of every client: by its own model after aggregation, fine-tuned where the method does
-so, or by the shared model.
+"""Predictions of every client: with its own model after aggregation, fine-tuned if the method
+fine-tunes, or with the shared model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from bayesfl.models.remedies import explained
 Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and their predictions, {name: [C, N, ...]}."""
 
-# Bytes of inputs that are predicted at once: activations are many times larger, and should stay in
+# Bytes of inputs that are predicted at once: activations are many times larger, and should fit in
 # the processor's cache.
 GATHER = 2**21
 
@@ -38,7 +38,7 @@ predicted together.
 """
 
 TUNING = "tuning"
-"""The name of the survey of the number that a method's predictor tunes."""
+"""Name of the survey that chooses the number that a method's predictor tunes."""
 
 
 def personal(
@@ -60,13 +60,13 @@ def personal(
         splits: The splits to predict; their clients are those of `local`.
         crew: The threads that compute.
         draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the
-            method's paper (or the closed form, where its predictor has one).
+            method's paper (or the closed form if its predictor has one).
         known: The last states of the surveys that the method's predictor needs, by their names.
         ids: The clients that predict; None for all.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
-        ValueError: A whole number is beyond an embedding's rows.
+        ValueError: An integer exceeds an embedding's rows.
     """
 
     def work(ids: np.ndarray) -> list[list[Predicted]]:
@@ -90,16 +90,16 @@ def of_chunk(
     draws: int | None,
     known: Mapping[str, Tensors] = {},
 ) -> list[list[Predicted]]:
-    """Predict for a chunk of clients, on several splits: by the method's own predictor, client by
-    client, where it has one.
+    """Predict for a chunk of clients, on several splits; a method's own predictor runs client by
+    client.
 
     Args:
         local: The clients' local work.
-        done: The outcome of local work, with whose views the clients predict.
+        done: The outcome of local work; the clients predict with its views.
         splits: The splits to predict.
         round: Number of rounds done; it selects the random draws.
-        draws: As for `personal`.
-        known: As for `personal`.
+        draws: See `personal`.
+        known: See `personal`.
 
     Returns:
         For each split, the chunk's clients with their predictions, in one or more parts.
@@ -134,22 +134,21 @@ def alone(
     draws: int | None,
     value: float | None,
 ) -> Tensors:
-    """Predict for one client at inputs of any rows, {name: [N, ...]}, with the draws that
-    `personal` makes for it.
+    """Predict for one client at any rows, {name: [N, ...]}, with the same draws as `personal`.
 
     Args:
         algorithm: The method.
         view: The client's view after its fine-tuning, [...].
-        split: Its N rows, as the only client's; of their labels nothing is read.
+        split: Its N rows, as those of the only client; labels are not read.
         client: The client's id, which selects its random draws.
         seed: The run's seed.
         round: Number of rounds done.
         fitted: The client's predictor; None to average over draws of the blocks.
-        draws: As for `personal`.
+        draws: See `personal`.
         value: The number that the method's predictor tunes; None for the predictor's default.
 
     Raises:
-        ValueError: A whole number is beyond an embedding's rows.
+        ValueError: An integer exceeds an embedding's rows.
     """
     if fitted is None:
         number = algorithm.draws if draws is None else draws
@@ -190,11 +189,11 @@ def _noise(
 def _by_size(
     local: Local, done: Done, split: ClientData, noise: dict[str, Tensor]
 ) -> list[Predicted]:
-    """Predict for a chunk of clients from their views, those with similar numbers of rows together,
-    so that the longest of them makes none of the others long.
+    """Predict for a chunk of clients from their views; clients with similar numbers of rows are
+    predicted together, to avoid padding.
     """
     algorithm, counts, found = local.algorithm, split.counts[done.ids], []
-    # Of one size are numbers of rows between the same two powers of 2.
+    # Numbers of rows between the same two powers of 2 form a group.
     sizes = np.frexp(counts)[1] * (len(counts) * counts.max() > FEW)
     for size in np.unique(sizes):
         places = np.flatnonzero(sizes == size)
@@ -220,8 +219,8 @@ def _of_views(
 ) -> Tensors:
     """Return the predictions of a chunk of clients from their views, {name: [C, N, ...]}.
 
-    Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are
-    held at once.
+    Rows pass through the model in pieces of `GATHER` bytes; the outputs of a piece at all draws are
+    in memory at once.
     """
     pieces = []
     for x in _inputs(split, ids):
@@ -256,14 +255,14 @@ def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
 
 
 def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
-    """Yield one client's inputs [n, *] in pieces of rows; nothing where it has no rows."""
+    """Yield one client's inputs [n, *] in pieces of rows; nothing if it has no rows."""
     if split.counts[client]:
         yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
 
 
 def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None:
-    """Return the number that a method's predictor tunes: the one that clients' validation data have
-    chosen, or the only one of its grid; None where there is none.
+    """Return the number that a method's predictor tunes, chosen on clients' validation data, or the
+    only one of its grid; None if it tunes none.
 
     Args:
         algorithm: The method.
@@ -279,7 +278,7 @@ def fitted_of(
     local: Local, done: Done, known: Mapping[str, Tensors]
 ) -> Iterator[tuple[int, FittedPredictor]]:
     """Yield each client of a chunk with its predictor, which receives the last states of its
-    surveys beside what the server sends.
+    surveys in addition to the server's state.
     """
     rule: Any = local.algorithm.predictor
     given, keeps = {**done.given, **known}, bool(known) and isinstance(rule, Heads)
@@ -291,7 +290,7 @@ def fitted_of(
         else:
             fitted: Any = rule(local.algorithm, given, view, local.own_rows(client))
             made = ({HEAD: fitted.view[HEAD]}, fitted.state) if keeps else ()
-            # If all clients so far and this one fit.
+            # Include this client only if all so far and this one fit.
             if keeps and (len(done.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:
                 done.heads[client] = made
         yield client, fitted
@@ -309,9 +308,8 @@ def of_fitted(
     round: int,
     draws: int | None = None,
 ) -> Tensors:
-    """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N,
-    ...]}, or [K, N, ...] for several values; empty where there are no inputs. Each call makes the
-    same draws.
+    """Predict with one client's predictor, for inputs in pieces of rows, {name: [1, N, ...]}, or
+    [K, N, ...] for several values; empty if there are no inputs. Each call makes the same draws.
     """
     number = algorithm.draws if draws is None else draws
     about = {"client": client, "round": round, "index": len(algorithm.blocks)}
@@ -335,10 +333,10 @@ def of_fitted(
 
 
 def shared(local: Local, state: State, split: ClientData) -> LocalPredictions | None:
-    """Predict with the mean of the server's model on every client's split; None where the server
-    holds no whole model.
+    """Predict with the mean of the server's model on every client's split; None if the server has
+    no complete model.
 
-    One model serves all clients, so their rows are computed together.
+    All clients use the same model, so their rows are computed together.
     """
     algorithm, server = local.algorithm, state.server
     if (parts := algorithm.shared_parts()) is None:

@@ -1,5 +1,5 @@
-"""Surveys of a federation after training, and calibration by them: whose predictions are asked, and
-how answers are added.
+"""Surveys of a federation after training, and calibration from them: their clients, and how answers
+are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,20 +30,20 @@ from bayesfl.evaluation.predictions import present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.store.identity import reading
 
-_ANEW = "begin with result.uncalibrated().calibrate(...), and give each once, in the order of use"
+_ANEW = "start from result.uncalibrated().calibrate(...), and pass each step once, in order of use"
 
 
 @runtime_checkable
 class Adder(Protocol):
-    """An aggregation that can add what clients answer to a survey, as `SecureSum`."""
+    """Define the interface of an aggregation that can add survey answers, such as `SecureSum`."""
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
-        """Return the sum of the clients' summands, in float64, without a look at a single one."""
+        """Return the sum of the clients' summands, in float64, without reading single ones."""
         ...
 
 
 def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
-    """Return how a survey's questions are put to clients on this machine."""
+    """Return a function that sends a survey's questions to clients on this machine."""
     if aggregation is None:
         return together(survey, local)
 
@@ -60,36 +60,36 @@ def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
 
 
 def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
-    """Return the split that a survey asks about.
+    """Return the split that a survey reads.
 
     Raises:
-        ValueError: There is no such split, or it has no example.
+        ValueError: The split does not exist, or has no example.
     """
     name = survey.split
     if name not in splits or not splits[name].counts.any():
         raise ValueError(
             f"{'the audit' if isinstance(survey, Counting) else type(survey).__name__} reads the "
-            f"split {name!r}, and the data have rows in "
-            f"{[one for one, split in splits.items() if split.counts.any()]} alone: name one of "
-            "them, or make the data with such a split"
+            f"split {name!r}, but the data have rows only in "
+            f"{[one for one, split in splits.items() if split.counts.any()]}: name one of them, or "
+            "make the data with such a split"
         )
     return splits[name]
 
 
 def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[Step, ...]:
-    """Return steps of calibration after a look at what they are.
+    """Check steps of calibration and return them.
 
     Args:
         steps: The steps.
-        before: The steps that are fitted already.
+        before: The steps that are already fitted.
 
     Raises:
-        TypeError: Something is no step.
-        ValueError: A step changes probabilities after sets were made of them, or one is of the
-            kind of another.
+        TypeError: Something is not a step.
+        ValueError: A step changes probabilities after sets were made from them, or two steps are of
+            the same kind.
 
     Warns:
-        UserWarning: A step is fitted to training or test rows, or sets are made of scores on a
+        UserWarning: A step is fitted to training or test rows, or sets are made from scores on a
             split to which an earlier step is fitted.
     """
     for number, step in enumerate(steps):
@@ -110,10 +110,10 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
                 + (
                     "on which the model was trained"
                     if step.split == "train"
-                    else "by which the result is judged"
+                    else "which evaluates the result"
                 )
-                + ": its guarantee then does not hold for other rows, or cannot be checked; give "
-                "it 'validation' or 'calibration'",
+                + ": its guarantee then does not hold for other rows, or cannot be checked; use "
+                "'validation' or 'calibration' instead",
             )
         shared = [
             type(one).__name__ for one in earlier if one.split == step.split and not ends(one)
@@ -135,14 +135,14 @@ def fitted(
     outputs: Outputs,
     aggregation: Adder | None,
 ) -> tuple[Fitted, ...]:
-    """Fit steps one after the other, after those that were fitted before.
+    """Fit new steps one after another, after the ones that are already fitted.
 
     Args:
         steps: The new steps.
-        before: The steps that are fitted already.
-        predicted: The clients' predictions on every split that is read, before any step.
-        outputs: What is predicted.
-        aggregation: What adds the clients' answers; None adds them openly.
+        before: The steps that are already fitted.
+        predicted: The clients' predictions on every split that is needed, before any step.
+        outputs: Description of the targets.
+        aggregation: How the clients' answers are added; None adds them in the clear.
     """
     done = list(before)
     for step in steps:
@@ -158,30 +158,30 @@ def fitted(
 def _say_if_worse(
     step: Step, split: str, before: LocalPredictions, after: LocalPredictions
 ) -> None:
-    """Warn if a step makes the loss of rows to which it was not fitted larger."""
+    """Warn if a step increases the loss of rows to which it was not fitted."""
     if worse := _worse(before, after):
         warn(
             f"{type(step).__name__} raises the loss of the rows in {split!r}, to which it was not "
-            f"fitted, from {worse[0]:.3g} to {worse[1]:.3g} nats a row: leave it out, or hold more "
-            f"rows back in {step.split!r}",
+            f"fitted, from {worse[0]:.3g} to {worse[1]:.3g} nats a row: leave the step out, or put "
+            f"more rows into {step.split!r}",
         )
 
 
 def say_if_unsure(plain: LocalPredictions, averaged: LocalPredictions) -> None:
-    """Warn if predictions that average over a posterior have a larger loss on validation rows than
-    the network's own, by more than two standard errors and by more than one per cent.
+    """Warn if averaging over a posterior increases the loss on validation rows, compared with the
+    network alone, by more than two standard errors and more than one per cent.
     """
     if (worse := _worse(plain, averaged)) and worse[1] > 1.01 * worse[0]:
         warn(
-            f"the loss of validation rows is {worse[0]:.3g} nats a row by the network alone, and "
-            f"{worse[1]:.3g} by this posterior, whose predictions are too unsure: fit a "
+            f"the loss of validation rows is {worse[0]:.3g} nats a row for the network alone, and "
+            f"{worse[1]:.3g} with this posterior, whose predictions are underconfident: fit a "
             "temperature to them, .calibrate(bf.calibration.Temperature())",
         )
 
 
 def _worse(before: LocalPredictions, after: LocalPredictions) -> tuple[float, float] | None:
-    """Return the mean losses of the same rows by two predictions of classes, in nats, if the second
-    is larger by more than two standard errors of the difference.
+    """Return the mean losses of two predictions of classes for the same rows, in nats, if the
+    second is larger by more than two standard errors of the difference; None otherwise.
     """
     if before.predictions.probs is None:
         return None
@@ -202,8 +202,8 @@ def _losses(known: LocalPredictions) -> Tensor:
 def settled(
     steps: Sequence[Fitted], predicted: Mapping[str, LocalPredictions]
 ) -> tuple[Fitted, ...]:
-    """Return steps with the own parameters of other clients, by the surveys' states; clients
-    without rows in a split have none to go by.
+    """Return fitted steps with the own parameters of other clients, from the surveys' states;
+    clients without rows in a split have no own parameters.
     """
     done: list[Fitted] = []
     for one in steps:
@@ -213,66 +213,63 @@ def settled(
 
 
 def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
-    """Return what is predicted, as surveys that begin know it.
+    """Return the description of the targets with which surveys start.
 
     Raises:
-        ValueError: One of them asks clients for sums, after training under `ClientPrivacy`.
+        ValueError: A survey asks clients for sums, after training under `ClientPrivacy`.
     """
     outputs = Outputs(result.known.task, result.known.outputs)
     if result.settings.sampling == "poisson":
         for one in surveys:
             if one.shapes(one.start(outputs)):
                 raise ValueError(
-                    f"{type(one).__name__} asks clients for sums that no noise covers, so that the "
-                    "run's epsilon would not hold for what is made of them; under ClientPrivacy "
-                    "take steps that each client fits alone, as Bias(variance=1.0)"
+                    f"{type(one).__name__} asks clients for sums without noise, so the run's "
+                    "epsilon would not cover the result; under ClientPrivacy use steps that each "
+                    "client fits alone, as Bias(variance=1.0)"
                 )
     return outputs
 
 
 def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
-    """Raise ValueError if predictions are to be made with another number of draws than those to
-    which steps were fitted.
+    """Raise ValueError if predictions would use another number of draws than the one for which the
+    steps were fitted.
     """
-    # 0 is also a predictor's plain mean.
+    # 0 also stands for the plain mean of a predictor.
     if steps and not (draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)):
         raise ValueError(
-            f"draws={draws} makes other predictions than those that were calibrated, which have "
-            f"the method's own number, {algorithm.draws}; leave draws out, or predict with "
+            f"draws={draws} gives other predictions than the calibrated ones, which use the "
+            f"method's own number, {algorithm.draws}; leave draws out, or predict with "
             "result.uncalibrated()"
         )
 
 
 def check_reading(result: Any) -> None:
-    """Raise ValueError if a `Result` or a `ClientModel` predicts in another way than it did when
-    its steps were fitted.
+    """Raise ValueError if a `Result` or a `ClientModel` predicts in another way than when its steps
+    were fitted.
     """
     if result.steps and getattr(result, "plug_in", False):
         raise ValueError(
-            f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes "
-            "others: take dataclasses.replace(model, steps=())"
+            f"{result.name!r} is calibrated for its full predictions, but plug_in=True gives "
+            "others: use dataclasses.replace(model, steps=())"
         )
     now = reading(result.algorithm) if result.steps else None
     if any(one.reading not in (None, now) for one in result.steps):
         raise ValueError(
-            "the steps of calibration were fitted to another way of predicting, as by another "
-            "predictor, likelihood or number of draws: calibrate this result anew, "
-            "result.uncalibrated().calibrate(...)"
+            "the steps of calibration were fitted for another predictor, likelihood or number of "
+            "draws: calibrate this result again, result.uncalibrated().calibrate(...)"
         )
 
 
 def hashed_rows(
     found: LocalPredictions, split: ClientData, steps: Sequence[Step]
 ) -> LocalPredictions:
-    """Return predictions of a split with hashes of its rows, where a step draws by them."""
+    """Add hashes of a split's rows to its predictions, if a step needs them for its draws."""
     each = [split.client(j)[0] for j in range(split.clients)] if any_draws(steps) else []
     return replace(found, rows=np.concatenate([hashed(words(x)) for x in each]) if each else None)
 
 
 def without_rows(known: LocalPredictions) -> LocalPredictions:
-    """Return predictions of the same clients that have no rows in a split, with the outputs of
-    `known`.
-    """
+    """Return predictions of the same clients for a split without rows, with `known`'s outputs."""
     none = slice(0)
     return replace(
         known,

@@ -1,4 +1,4 @@
-"""The number that a method's predictor tunes, as FedSI's predictive precision: a survey of the
+"""The number that a method's predictor tunes, such as FedSI's predictive precision: a survey of the
 clients' validation data.
 """
 
@@ -24,12 +24,11 @@ from bayesfl.posteriors.prior_precision import largest_alike
 
 @dataclass(frozen=True)
 class Candidates:
-    """Hold what clients know of a predictor's candidates: how each fits every example of their
-    validation data.
+    """Hold the losses of clients' validation examples under each candidate of a predictor.
 
     Args:
-        losses: Negative log likelihoods under each candidate, [n_j, K] in nats of each client;
-            infinite or NaN where one does not work.
+        losses: Negative log likelihoods under each candidate, [n_j, K] in nats for each client;
+            infinite or NaN if a candidate fails.
         ids: The clients' numbers, [J].
     """
 
@@ -42,9 +41,9 @@ class Tuning:
     """Choose the candidate of a predictor's grid that best fits the validation data of all clients.
 
     Clients send sums over their examples: of the negative log likelihoods under each candidate, and
-    of their products for each two, by which candidates are compared example by example. Of those
-    that fit as well as the best, to one standard error of the difference, the largest is chosen,
-    see `largest_alike`.
+    of their pairwise products, from which candidates are compared example by example. Among the
+    candidates within one standard error of the difference from the best, the largest is chosen, see
+    `largest_alike`.
 
     Args:
         predictor: The method's predictor, whose grid holds K candidates in ascending order.
@@ -60,16 +59,14 @@ class Tuning:
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the sums, and of the numbers of examples and of those for which a
-        candidate does not work.
+        """Return the shapes of the sums, of the number of examples and of the number for which a
+        candidate fails.
         """
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}
 
     def answer(self, state: Tensors, local: Candidates) -> Tensors:
-        """Return the clients' sums; of a candidate that does not work for one of a client's
-        examples, 0.
-        """
+        """Return the clients' sums; 0 for a candidate that fails for one of a client's examples."""
         n_broken = [(~losses.isfinite()).sum(0) for losses in local.losses]
         works = [t.masked_fill(bad > 0, 0) for t, bad in zip(local.losses, n_broken, strict=True)]
         return {
@@ -93,7 +90,7 @@ class Tuning:
         if best == 0 and grid[0]:  # nothing is below 0
             warn(
                 f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do "
-                "not bound it; hold more of them back, or give a number",
+                "not bound it; use more validation rows, or pass a number",
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
@@ -106,12 +103,12 @@ def candidates(
     round: int,
     known: Mapping[str, Tensors] = {},
 ) -> Candidates:
-    """Return how the candidates of the grid fit a chunk's validation data, predicted as the method
-    predicts by default.
+    """Return the losses of a chunk's validation data under the candidates of the grid, predicted
+    with the method's defaults.
 
     Args:
         local: The clients' local work.
-        done: The outcome of local work, with whose views the clients predict.
+        done: The outcome of local work; the clients predict with its views.
         validation: Their validation data.
         round: Number of rounds done; it selects the random draws.
         known: The last states of the predictor's surveys, by their names.
@@ -143,15 +140,15 @@ def check_tunable(
 
     Args:
         algorithm: The method.
-        there: True if there are.
-        why: Why not, for the message.
+        there: Whether there are validation data.
+        why: Reason for their absence, for the message.
 
     Raises:
-        ValueError: It does, and there are none.
+        ValueError: The predictor tunes a number and there are no validation data.
     """
     if (together(algorithm) or validates(algorithm)) and not there:
         tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
-        raise ValueError(f"{tunes} is chosen on validation data, and {why}, or give it a number")
+        raise ValueError(f"{tunes} is chosen on validation data, and {why}, or pass a number")
 
 
 def tunable(data: FederatedData) -> bool:
@@ -160,8 +157,8 @@ def tunable(data: FederatedData) -> bool:
 
 
 def together(algorithm: Algorithm) -> bool:
-    """Return whether the method's predictor has a number that all clients' validation data choose
-    together.
+    """Return whether the method's predictor has a number that is chosen on all clients' validation
+    data together.
     """
     return algorithm.predictor is not None and len(algorithm.predictor.grid) > 1
 

@@ -1,1 +1,1 @@
-"""Secrets from the server: secure sums, and privacy of clients."""
+"""Privacy towards the server: secure sums, and differential privacy of clients."""

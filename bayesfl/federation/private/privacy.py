@@ -1,19 +1,20 @@
 """Differential privacy for clients, in simulation: the server's state after a round hardly depends
 on whether any one client took part.
 
-The server is trusted: it sees every client's uplink, and nobody else does. For each client it takes
-the difference between what the client sends and what it was sent, over all gathered blocks
-together, and clips it to a length; adds up the clipped differences, each times a weight fixed
-beforehand; adds Gaussian noise; and divides by a constant, the expected sum of weights:
+The server is trusted: it sees every client's uplink, and nobody else does. For each client it
+computes the difference between the uplink and the state that it sent to the client, over all
+gathered blocks together, and clips it to a length. It adds up the clipped differences, each times a
+weight fixed beforehand, adds Gaussian noise, and divides by a constant, the expected sum of
+weights:
 
     w <- w + (sum_{j in cohort} w_j min(1, clip / |d_j|) d_j + sigma clip max_j w_j N(0, I))
              / (p sum_j w_j).
 
 A round's cohort contains each client with probability p, independently, and may be empty; a round
-without clients adds noise alone. Cohort and noise come from a secret of the server, never from the
-run's seed, which clients know.
+without clients adds noise only. Cohort and noise are derived from a secret of the server, never
+from the run's seed, which clients know.
 
-The sequence of the server's states, and whatever is computed from it, is (epsilon,
+The sequence of the server's states, and everything computed from it, is (epsilon,
 delta)-differentially private under adding or removing one client's contributions to all rounds. The
 number of clients, their weights and the initial state are public.
 
@@ -65,14 +66,12 @@ from bayesfl.federation.rounds.replies import (
 )
 
 SECRET = 16
-"""Least number of bytes of a secret."""
+"""Minimum number of bytes of a secret."""
 SPACING = 1e-3
 """Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid
 loosens the bound, but never breaks it.
 """
-CLIPPED_ONLY = (
-    "with ClientPrivacy nothing of single clients may be used but their clipped differences"
-)
+CLIPPED_ONLY = "with ClientPrivacy only the clipped differences of single clients may be used"
 
 
 @declared
@@ -90,10 +89,10 @@ def epsilon(
     composed by FFT on a grid.
 
     Args:
-        noise_multiplier: Standard deviation of the noise on the sum, divided by the most that one
-            client can change the sum, >= 0; at 0, epsilon is infinite.
+        noise_multiplier: Standard deviation of the noise on the sum, divided by the largest change
+            of the sum by one client, >= 0; at 0, epsilon is infinite.
         participation: Probability that a client is in a cohort, in (0, 1].
-        releases: Number of rounds; a round that was repeated counts twice.
+        releases: Number of rounds; a repeated round counts twice.
         delta: The delta of (epsilon, delta)-differential privacy, in (0, 1).
 
     Raises:
@@ -112,13 +111,13 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
     """Return an upper bound of epsilon against an observer who knows in which rounds a client took
     part, such as the client itself.
 
-    The random draw of the cohort then hides nothing, so every one of these rounds counts as with
+    The random cohort then hides nothing, so each of these rounds counts as with
     `participation=1`.
 
     Args:
-        noise_multiplier: As for `epsilon`.
+        noise_multiplier: See `epsilon`.
         releases: Number of rounds in which the client took part.
-        delta: As for `epsilon`, in (0, 1).
+        delta: See `epsilon`, in (0, 1).
 
     Raises:
         ImportError: dp-accounting is not installed.
@@ -133,9 +132,9 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld
 
-    # The standard deviation of one release's privacy loss, to which a tenth is a fine grid.
+    # Standard deviation of one release's privacy loss; a tenth of it is a fine grid.
     spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))
-    # Privacy loss that matters at delta: bounds the grid's memory.
+    # Range of privacy losses that matter at delta; it bounds the grid's memory.
     most = 10 / sigma + 1 / (2 * sigma**2)
     grid = max(min(SPACING, spread / 10), 3e-6 * most)
     accountant = pld.PLDAccountant(
@@ -168,31 +167,31 @@ class ClientPrivacy(Aggregation):
     """Make rounds differentially private for clients, by `simulate(aggregation=)`.
 
     Every client is in a cohort with probability `participation`, independently of the others; leave
-    out `sampling`. All pools of the method must be `Mean`s; `weights` takes the place of their
-    weights. Norms whose statistics would be sent are refused: they are on the scale of the data,
-    and neither one `clip` nor noise of one size fits both them and weights. Norms that stay with
-    the clients, as FedBN's, are allowed, and so is dropout: whatever a client computes, the
-    difference that it sends is clipped.
+    out `sampling`. All pools of the method must be `Mean`s; `weights` replaces their weights. Norms
+    whose statistics would be sent raise ValueError: the statistics are on the scale of the data,
+    and neither one `clip` nor one noise level fits both them and weights. Norms that stay with the
+    clients, as in FedBN, are allowed, and so is dropout: the difference that a client sends is
+    clipped in any case.
 
-    The history has three more columns. `releases` is the number of rounds so far, repeated rounds
-    included. `epsilon` bounds the loss of privacy in these rounds, at `delta`. `epsilon_own` bounds
-    it for a client that took part in all of these rounds, against an observer who knows that; for a
-    client that took part in k rounds, call
+    The history has three more columns. `releases` is the number of rounds so far, including
+    repeated ones. `epsilon` bounds the loss of privacy in these rounds, at `delta`. `epsilon_own`
+    bounds it for a client that took part in all of these rounds, against an observer who knows
+    that; for a client that took part in k rounds, call
     `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and
     `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
-    seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
-    publish them. So callbacks do not see them, `EarlyStopping` is refused, and so are steps of
-    calibration, audits and surveys that ask for sums.
+    seconds) exist in a simulation only: epsilon does not cover them, and a deployment would not
+    publish them. Callbacks therefore do not see them, and `EarlyStopping`, steps of calibration,
+    audits and surveys that ask for sums raise ValueError.
 
     Args:
-        clip: Largest length of a client's difference, over all gathered blocks together, > 0.
+        clip: Maximum length of a client's difference, over all gathered blocks together, > 0.
         noise_multiplier: Standard deviation of the noise on the sum, >= 0, in units of `clip` times
             the largest weight; 0 means no noise, and no privacy.
         delta: The delta at which epsilon is reported, in (0, 1 / (2 J)]; choose it far
-            below 1 / J, as publishing one client drawn at random has a delta of 1 / J.
-        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used
-            for one run alone. None: a fresh secret whenever a run starts or continues, which is not
-            stored.
+            below 1 / J, because publishing one client drawn at random has a delta of 1 / J.
+        secret: At least 16 bytes that only the server knows, such as `secrets.token_bytes(32)`,
+            used for one run only. None: a new secret whenever a run starts or continues, which is
+            not stored.
         weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1
             for each.
 
@@ -221,8 +220,8 @@ class ClientPrivacy(Aggregation):
             isinstance(self.secret, bytes) and len(self.secret) >= SECRET
         ):
             raise ValueError(
-                f"secret must be at least {SECRET} bytes that nobody can guess, as "
-                "secrets.token_bytes(32) makes them, or None"
+                f"secret must be at least {SECRET} bytes that nobody can guess, such as "
+                "secrets.token_bytes(32), or None"
             )
         if self.weights is not None:
             given = [number("each of weights", w) for w in self.weights]
@@ -232,7 +231,7 @@ class ClientPrivacy(Aggregation):
 
     @property
     def name(self) -> str:
-        """Return the settings in words, without the secret; see `Aggregation.name`."""
+        """Return the settings as text, without the secret; see `Aggregation.name`."""
         if self.weights is None:
             return repr(self)
         weights = hashlib.sha256(np.array(self.weights).tobytes()).hexdigest()
@@ -255,8 +254,8 @@ class ClientPrivacy(Aggregation):
             )
         if self.delta > 1 / (2 * clients):
             raise ValueError(
-                f"delta={self.delta:g} lets pass what publishes one of {clients} clients as a "
-                f"whole; take one far below 1 / {clients}, as {0.01 / clients:.1g}"
+                f"delta={self.delta:g} allows publishing one of {clients} clients completely; "
+                f"choose a delta far below 1 / {clients}, such as {0.01 / clients:.1g}"
             )
         _check(algorithm, free=self.weights is None)
         check_combine(
@@ -267,17 +266,17 @@ class ClientPrivacy(Aggregation):
         if admission.min_clients > 1 or admission.below_minimum != "skip":
             raise ValueError(
                 f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} "
-                "would let a round's outcome tell how many took part; with ClientPrivacy every "
-                "round counts, one without a client too: leave both out"
+                "would reveal by a round's outcome how many clients took part; with ClientPrivacy "
+                "every round counts, also one without clients: leave both out"
             )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
-                f"max_norm={admission.max_norm:g} compares clients with each other, which no noise "
-                "covers; pass max_norm=None: clip bounds every client"
+                f"max_norm={admission.max_norm:g} compares clients with each other, which the "
+                "noise does not cover; pass max_norm=None: clip bounds every client"
             )
         if every is not None and every > 1:
             raise ValueError(
-                f"every={every} lets states leave the server that are in no checkpoint, so that a "
+                f"every={every} lets states leave the server that are in no checkpoint, so a "
                 "resumed run could not count them; with ClientPrivacy pass every=1"
             )
         last = result.history.rows[-1] if result.history.rows else {"releases": 0}
@@ -285,11 +284,11 @@ class ClientPrivacy(Aggregation):
         if not (result.round <= counted < 2**31 and counted == int(counted)):
             raise CheckpointError(
                 f"the history of the resumed run counts {last.get('releases', 'no')} releases "
-                f"after {result.round} rounds, so that its epsilon is unknown; start a new run"
+                f"after {result.round} rounds, so its epsilon is unknown; start a new run"
             )
         releases = repeats + int(counted)
         run = _PrivateRun(algorithm, result.settings, clients, 0, self, releases)
-        run.spent(run.releases + 1)  # as after the first round; without dp-accounting it fails now
+        run.spent(run.releases + 1)  # the first round's; fails now if dp-accounting is missing
         return run
 
 
@@ -301,7 +300,7 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         free: Whether the pools' own weights would be used; they must then be `by_size` or `equal`.
 
     Raises:
-        ValueError: A pool is of another type or weighs clients by their data, statistics of norms
+        ValueError: A pool is of another type or weights clients by their data, statistics of norms
             are sent, or `reports` sends more.
     """
     pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
@@ -309,7 +308,7 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         if isinstance(algorithm.blocks[name], Buffers):
             raise ValueError(
                 f"block {name!r} holds statistics of norms, on the scale of the data: clipped "
-                "together with the weights they would drown these, and noise could make a "
+                "together with the weights they would dominate them, and noise could make a "
                 "variance negative; build the method on bf.models.group_norm(model), put the "
                 "norms in eval mode, or let them stay with the clients, as bf.algorithms.fedbn "
                 "does"
@@ -322,33 +321,33 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
             )
         if free and pool.weight not in (by_size, equal):
             raise ValueError(
-                f"block {name!r} weighs clients by a function of what they send, which would tell "
-                "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
-                "replace it"
+                f"block {name!r} weights clients by a function of what they send, which would "
+                "reveal something about their data; pass ClientPrivacy(weights=[...]), fixed "
+                "beforehand, which replaces it"
             )
     if together(algorithm) or hasattr(algorithm.predictor, "asks"):
         raise ValueError(
             f"{type(algorithm.predictor).__name__} asks clients for sums, which ClientPrivacy does "
-            "not cover: give the number that it tunes, take another predictor, or leave "
+            "not cover: pass the number that it tunes, choose another predictor, or leave "
             "aggregation out"
         )
     if more := sorted(algorithm.reports):
         raise ValueError(
-            f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it "
-            "can do without, take dataclasses.replace(algorithm, reports={}, "
-            "combine=bf.Algorithm.combine), else leave aggregation out"
+            f"the method's `reports` sends {more}, which ClientPrivacy does not cover; if the "
+            "method works without them, use dataclasses.replace(algorithm, reports={}, "
+            "combine=bf.Algorithm.combine), otherwise leave aggregation out"
         )
 
 
 @dataclass
 class _PrivateRun(AggregationRun):
-    """The `AggregationRun` of `ClientPrivacy`."""
+    """Run with `ClientPrivacy`."""
 
     rule: ClientPrivacy
     releases: int
 
     def __post_init__(self) -> None:
-        # That of rank 0, as all ranks draw the same cohort.
+        # The secret of rank 0, so that all ranks draw the same cohort.
         told, *_ = current().every(lambda: (self.rule.secret or secrets.token_bytes(32)).hex())
         self.secret, given = bytes.fromhex(told), self.rule.weights
         self.weights = np.ones(self.clients) if given is None else np.array(given)
@@ -361,7 +360,7 @@ class _PrivateRun(AggregationRun):
         return _PrivateRound(self, server, round)
 
     def spent(self, releases: int) -> dict[str, float]:
-        """Return the columns with what a number of releases has spent; they are remembered."""
+        """Return the history's columns after a number of releases, cached."""
         noise, delta = self.rule.noise_multiplier, self.rule.delta
         about: Any = {"noise_multiplier": noise, "releases": releases, "delta": delta}
         return {
@@ -400,7 +399,7 @@ class _PrivateRound(RoundSum):
         for client, *rows in zip(ids.tolist(), *moved, strict=True):
             difference = torch.cat(rows)
             length = float(difference.norm())
-            if math.isfinite(length):  # a difference that is not finite adds nothing
+            if math.isfinite(length):  # otherwise the difference adds nothing
                 share = min(1.0, self.run.rule.clip / length) if length else 1.0
                 self.total.add_(difference, alpha=float(self.run.weights[client]) * share)
 
@@ -431,8 +430,8 @@ class _PrivateRound(RoundSum):
 
         A round repeated with the same kernel and chunk gives the same release, which reveals
         nothing new. For other data, or another seed under the same secret, the noise is practically
-        independent, so that the difference of two releases always contains noise. The same holds
-        where another kernel merely rounds the sum differently.
+        independent, so the difference of two releases always contains noise. The same holds if
+        another kernel only rounds the sum differently.
         """
         run = self.run
         seen = hashlib.sha256(self.total.cpu().numpy().tobytes()).digest()

@@ -1,26 +1,26 @@
-"""Secure aggregation in simulation: the server learns the sum of what its clients send, but not
-what any single client sends.
+"""Secure aggregation in simulation: the server learns the sum of the clients' uplinks, but not the
+uplink of any single client.
 
 Every pair of clients of a round shares a secret, which both stretch to the same mask; one client
-adds it to what it sends and the other subtracts it. What the server receives from one client is
-uniform over the integers modulo 2^64, whatever the client's values; in the sum the masks cancel.
+adds the mask to its uplink and the other subtracts it. The message from one client is uniform over
+the integers modulo 2^64, whatever the client's values; in the sum the masks cancel.
 
-Integers cancel exactly and floating-point numbers would not, so a client first writes its summands
-as integers: clipped to a range that is declared beforehand, in units of a step. For J clients that
-reply, the sum then differs by at most J / 2 steps, and rounding, from that of a run without secure
-aggregation; see `quotient_bound` for a mean. Each client checks its own numbers first, because a
-NaN would silently become some integer.
+Integers cancel exactly and floating-point numbers would not, so a client first converts its
+summands to integers: clipped to a range that is declared beforehand, in units of a step. For J
+clients that reply, the sum then differs from that of a run without secure aggregation by at most
+J / 2 steps, and rounding; see `quotient_bound` for a mean. Each client checks its own numbers
+first, because a NaN would silently become some integer.
 
-A client that drops out leaves masks that nothing cancels. The others then send again, under fresh
-secrets, among themselves; what was sent before is useless without the secrets of the missing
-client. There are no shares of secrets from which others could recover it, and no second mask:
-should the missing reply arrive late, a server that kept the first sum could subtract the second
-from it. The server is trusted to discard both.
+If a client drops out, its masks do not cancel. The others then send again, under new secrets,
+among themselves; the earlier messages are useless without the secrets of the missing client. There
+are no shares of secrets from which others could recover it, and no second mask: if the missing
+reply arrived late, a server that kept the first sum could subtract the second from it. The server
+is trusted to discard both.
 
 Not simulated are: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a
-third party vouches for, without which the server could impersonate clients), its traffic, and a
-client that drops out while the others repeat. Flower's message API has no secure aggregation; its
-SecAgg+ needs the older workflow API, and quantises too.
+third party certifies; otherwise the server could impersonate clients), its traffic, and a client
+that drops out while the others repeat. Flower's message API has no secure aggregation; its SecAgg+
+needs the older workflow API, and quantises too.
 
 Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure
 aggregation for privacy-preserving machine learning", CCS 2017, section 4 (masks by pairs; no double
@@ -59,17 +59,15 @@ from bayesfl.federation.rounds.replies import (
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62
-"""Bound below which clients x range / step must stay, so that no sum of rounded numbers overflows
-int64.
-"""
+"""Upper bound of clients x range / step; below it no sum of rounded numbers overflows int64."""
 LEAST_CLIENTS = 2
-"""Least number of clients in a sum: the sum of one client is that client's own uplink."""
+"""Minimum number of clients in a sum: a sum over one client is that client's own uplink."""
 SUMS_ONLY = "under secure aggregation the server sees sums only"
 
 
 def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray, int]:
-    """Return numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them were
-    clipped to +-`range`.
+    """Convert numbers to integers modulo 2^64, uint64, in units of `step`; return them and the
+    number of values that were clipped to +-`range`.
 
     Raises:
         ValueError: `values` are not all finite.
@@ -81,13 +79,13 @@ def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray
 
 
 def restored(total: np.ndarray, step: float) -> np.ndarray:
-    """Return a sum of `quantised` numbers, uint64, as float64."""
+    """Convert a sum of `quantised` numbers, uint64, back to float64."""
     return total.view(np.int64).astype(np.float64) * step
 
 
 def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
-    """Return, for each client, the secrets that it shares with each other one, drawn from the
-    operating system whatever the run's seed.
+    """Return, for each client, the secrets that it shares with each other client, drawn from the
+    operating system independently of the run's seed.
     """
     found: dict[int, dict[int, bytes]] = {client: {} for client in sorted(ids)}
     for first, second in combinations(found, 2):
@@ -96,8 +94,8 @@ def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
 
 
 def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.ndarray:
-    """Return what a client sends [D], uint64: its integers, plus the masks shared with larger ids,
-    less those shared with smaller ids.
+    """Return a client's message [D], uint64: its integers, plus the masks shared with larger ids,
+    minus those shared with smaller ids.
     """
     out = values.copy()
     for other, secret in shared.items():
@@ -107,26 +105,26 @@ def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.n
 
 
 def masked_total(messages: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the sum of the clients' messages modulo 2^64, all that the server computes before it
-    has the sum of their values.
+    """Return the sum of the clients' messages modulo 2^64, from which the server gets the sum of
+    their values.
     """
     return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
 
 
 def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: float) -> Tensor:
-    """Bound how far a mean under secure aggregation is from that of a run without it, [...], if
-    nothing is clipped, but for rounding.
+    """Bound the difference of a mean with and without secure aggregation, [...], up to
+    floating-point rounding and if nothing is clipped.
 
-    Sum s and weight w are off by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b
-    s / w) / (w + b) is at most e (1 + |s / w|) / (w - e). Where the weights are counts of examples
-    it is tiny; where a sum of weights is not far above e, take a smaller step.
+    Sum s and weight w differ by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b
+    s / w) / (w + b) is at most e (1 + |s / w|) / (w - e). It is tiny if the weights are counts of
+    examples; if a sum of weights is close to e, use a smaller step.
 
     Args:
         quotient: The mean without secure aggregation, s / w.
         weight: The sum of weights without secure aggregation, w > 0; broadcasts against the
             quotient.
         clients: Number of clients that replied, J.
-        step: The unit in which summands are rounded.
+        step: The unit to which summands are rounded.
     """
     off = clients * step / 2
     return torch.where(weight > off, off * (1 + quotient.abs()) / (weight - off), torch.inf)
@@ -135,21 +133,22 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 @dataclass(frozen=True, kw_only=True)
 @declared
 class SecureSum(Aggregation):
-    """Show the server only the sum of what the clients send, by `simulate(aggregation=)`.
+    """Show the server only the sum of the clients' uplinks, by `simulate(aggregation=)`.
 
-    A client computes what it adds to the pools' sums, already multiplied by its weight, and masks
-    that. The history gains two columns: `clipped`, how many numbers were clipped in a round (the
-    clients' counts travel in the sum), and `repeats`, how often the clients sent again because one
-    was missing. `bytes_up` counts all that is sent by the clients whose reply is taken, eight bytes
-    a number.
+    A client computes its summands for the pools, already multiplied by its weight, and masks them.
+    The history has two more columns: `clipped`, the number of values clipped in a round (the
+    clients' counts are part of the sum), and `repeats`, the number of times that clients sent again
+    because one was missing. `bytes_up` counts everything sent by the clients whose replies are
+    used, eight bytes for each number.
 
     Masks cost a client time in proportion to the cohort's size times the model's.
 
     Args:
-        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it.
-            Statistics of norms are not: a mean with a clipped variance would be that of another
-            network, so one outside the range stops the run, with the client's number.
-        step: The unit in which summands are rounded; a power of two adds no other rounding.
+        range: Maximum absolute value of a summand, such as n_j w_j; larger ones are clipped to it.
+            Statistics of norms are not clipped, because a mean with a clipped variance would belong
+            to another network: a value outside the range stops the run with an error that names the
+            client.
+        step: The unit to which summands are rounded; a power of two adds no other rounding.
 
     Raises:
         ValueError: `range` or `step` is not positive and finite. At the start of a run: J range /
@@ -171,25 +170,25 @@ class SecureSum(Aggregation):
 
     @property
     def name(self) -> str:
-        """Return the settings in words; see `Aggregation.name`."""
+        """Return the settings as text; see `Aggregation.name`."""
         return repr(self)
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
-        """Return the sum of what clients answer to a survey, in float64, of which the server sees
-        masked integers alone.
+        """Return the sum of clients' answers to a survey, in float64; the server sees only masked
+        integers.
 
         Args:
-            summands: Each client's tensors, by its number; all of the same names and shapes.
+            summands: Each client's tensors, by its number; all have the same names and shapes.
 
         Raises:
-            ValueError: There is one client only, a number is not finite, J range / step is not
-                below 2^62, or a number is outside the range, which would be clipped; the message
-                says which range is needed.
+            ValueError: There is only one client, a number is not finite, J range / step is not
+                below 2^62, or a number lies outside the range and would be clipped; the message has
+                the range that is needed.
         """
         ids = sorted(summands)
         if len(ids) < LEAST_CLIENTS:
             raise ValueError(
-                "a sum of one client's answer is that answer; secure sums need two clients at least"
+                "a sum over one client is that client's answer; secure sums need at least two"
             )
         self._check_room(len(ids))
         shapes = {name: t.shape for name, t in summands[ids[0]].items()}
@@ -207,8 +206,8 @@ class SecureSum(Aggregation):
                 needed = 2.0 ** math.ceil(math.log2(largest))
                 raise ValueError(
                     f"client {client} answers with numbers up to {np.abs(values).max():.3g}, "
-                    f"outside SecureSum(range={self.range:g}), and a clipped answer would be "
-                    f"wrong: pass range={needed:g}"
+                    f"outside SecureSum(range={self.range:g}); a clipped answer would be wrong: "
+                    f"pass range={needed:g}"
                 )
             messages.append(masked(units, client, shared[client]))
         flat = torch.from_numpy(restored(masked_total(messages), self.step))
@@ -223,8 +222,8 @@ class SecureSum(Aggregation):
             raise ValueError(
                 f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / "
                 f"{self.step:g} = "
-                f"2**{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take "
-                "a smaller range or a larger step"
+                f"2**{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; "
+                "choose a smaller range or a larger step"
             )
 
     def start(
@@ -242,28 +241,27 @@ class SecureSum(Aggregation):
             if isinstance(pool, StackedPool):
                 raise ValueError(
                     f"block {name!r} is gathered by {type(pool).__name__}, which needs every "
-                    "client's uplink; secure aggregation shows the server their sum only: take a "
-                    "pool that adds up, such as Mean(), or leave aggregation out"
+                    "client's uplink, but secure aggregation shows the server only their sum: use "
+                    "a pool that adds up, such as Mean(), or leave aggregation out"
                 )
             if _clips(pool):
                 raise ValueError(
-                    f"block {name!r} is clipped by the server, which under secure aggregation "
-                    "never sees one client's difference; take the pool inside it, or leave "
+                    f"block {name!r} is clipped by the server, but under secure aggregation it "
+                    "never sees one client's difference; use the pool inside it, or leave "
                     "aggregation out"
                 )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
-                f"max_norm={admission.max_norm:g} looks at single clients, which secure "
-                "aggregation hides; pass max_norm=None: clients that keep to the rules clip "
-                "themselves, to SecureSum(range=)"
+                f"max_norm={admission.max_norm:g} checks single clients, which secure aggregation "
+                "hides; pass max_norm=None: clients clip their own summands to SecureSum(range=)"
             )
         if clients < LEAST_CLIENTS or (
             settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST_CLIENTS
         ):
             raise ValueError(
                 f"a cohort has one client of {clients} at "
-                f"participation={settings.participation:g}, whose sum is its own uplink; secure "
-                "aggregation needs two: raise participation"
+                f"participation={settings.participation:g}; its sum would be its own uplink, so "
+                "secure aggregation needs two: raise participation"
             )
         check_combine(result, torch.arange(clients), SUMS_ONLY)
         least = max(LEAST_CLIENTS, admission.min_clients)
@@ -284,22 +282,22 @@ class _SecureRun(AggregationRun):
 
 
 class _SecureRound(RoundSum):
-    """A `RoundSum` that holds the integers of each client, which the client alone has, and adds
-    up their masked forms.
+    """Store each client's integers, as the client would, and add up their masked
+    forms.
     """
 
     def __init__(self, run: _SecureRun, server: Server, round: int, cohort: np.ndarray) -> None:
         super().__init__(run, server, round)
         self._rule, self._cohort = run.rule, cohort.tolist()
         self._device = tree_leaves(server)[0].device
-        # Of each client its integers; of each sum its shape.
+        # Each client's integers, and each sum's shape.
         self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
 
     def add(self, replies: Replies) -> None:
-        """Prepare what each client of a chunk will send; the server learns none of it yet.
+        """Prepare the messages of a chunk's clients; the server does not read them yet.
 
         Raises:
-            DivergenceError: A summand is not finite, or one of norms' statistics is outside the
+            DivergenceError: A summand is not finite, or a statistic of norms lies outside the
                 range.
         """
         own, sizes = self.total
@@ -323,9 +321,8 @@ class _SecureRound(RoundSum):
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
             except ValueError as error:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self.round + 1}: of "
-                    f"what it would add to the sums, {error}; lower the learning rates, or look "
-                    "at its weight",
+                    f"client {client} sends nothing in round {self.round + 1}: in its summands, "
+                    f"{error}; lower the learning rates, or check its weight",
                     round=self.round + 1,
                     client=client,
                 ) from error
@@ -339,11 +336,11 @@ class _SecureRound(RoundSum):
             statistics = isinstance(self.run.algorithm.blocks[block], Buffers)
             if statistics and size > self._rule.range:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self.round + 1}: of "
-                    f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
-                    f"sums (its weight times its value), more than range={self._rule.range:g}; "
-                    "pass a wider SecureSum(range=), with a larger step if need be, scale the "
-                    "inputs, or take bf.models.group_norm(model)",
+                    f"client {client} sends nothing in round {self.round + 1}: for the statistics "
+                    f"of norms in block {block!r} it would add {size:.4g} to the sums (its weight "
+                    f"times its value), more than range={self._rule.range:g}; pass a larger "
+                    "SecureSum(range=), with a larger step if necessary, scale the inputs, or use "
+                    "bf.models.group_norm(model)",
                     round=self.round + 1,
                     client=client,
                 )
@@ -366,7 +363,7 @@ class _SecureRound(RoundSum):
         totals = nest({name: part.reshape(shape) for (name, shape), part in parts})
         if clipped:
             log.warning(
-                "round %d: %d numbers were clipped to +-%g; declare a wider range",
+                "round %d: %d numbers were clipped to +-%g; declare a larger range",
                 self.round + 1,
                 clipped,
                 self._rule.range,
@@ -379,11 +376,11 @@ class _SecureRound(RoundSum):
         return self._next_state(new, ids, Unseen(SUMS_ONLY, **self._known))
 
     def _sum(self) -> np.ndarray:
-        """Return the sum of what the clients that replied encoded, one number for each value and a
-        last one for clipped values, uint64.
+        """Return the sum of the encoded values of the clients that replied, with the number of
+        clipped values as last entry, uint64.
 
         If a client of the cohort does not reply, its masks do not cancel. The other clients then
-        mask their values anew among themselves, and send once more.
+        mask their values again among themselves, and send them again.
         """
         group, sends, volume, (own, _) = self._cohort, 0, 0, self.total
         while True:

@@ -1,1 +1,1 @@
-"""Rounds: who is asked, which replies are taken, and what the server makes of them."""
+"""Rounds: the cohort, the replies that are accepted, and the server's update."""

@@ -1,8 +1,8 @@
-"""Admission of replies: the server takes those that are complete, as declared, finite, and not
-absurdly far from what it sent.
+"""Admission of replies: the server accepts those that are complete, as declared, finite, and not
+extremely far from the state that it sent.
 
-These checks catch machines that fail and code of another version. They are no defence against
-clients that lie consistently; the pools of `bayesfl.pools` are for those.
+These checks detect failing machines and code of another version. They do not defend against clients
+that lie consistently; use the pools of `bayesfl.pools` for that.
 """
 
 import math
@@ -27,25 +27,25 @@ PROTOCOL = 7
 
 
 NORM_FLOOR = 1.0
-"""A distance from what the server sent that is always allowed."""
+"""A distance from the sent state that is always allowed."""
 ENOUGH_REPLIES = 3
-"""Least number of replies whose median is taken for how far clients usually go."""
+"""Minimum number of replies whose median defines the usual distance of clients."""
 
 
 LARGEST_SHARE = 100.0
-"""Largest factor by which a client's stated number of examples, which nobody verifies, can exceed
-the median client's.
+"""Maximum factor by which a client's reported number of examples, which cannot be verified, may
+exceed the median client's.
 """
 
 
 @dataclass(frozen=True)
 class Message:
-    """A client's reply in a round.
+    """Hold a client's reply in a round.
 
     Args:
         tensors: The tensors, by their declared names.
         round: The round in which the client was trained, counted from 0.
-        protocol: The version of the messages in the client's code.
+        protocol: The message version of the client's code.
     """
 
     tensors: Mapping[str, Any]
@@ -54,8 +54,8 @@ class Message:
 
 
 def objection(message: Message, declared: Declared, round: int) -> str | None:
-    """Return the reason, in words, why a message is not taken; None if it has no fault that shows
-    without comparison to other messages.
+    """Return the reason for rejecting a message; None if it has no fault that is visible without
+    comparison to other messages.
 
     Args:
         message: The client's reply.
@@ -63,7 +63,7 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
         round: The current round, counted from 0.
     """
     if message.protocol != PROTOCOL:
-        return f"it speaks protocol {message.protocol}, the server {PROTOCOL}"
+        return f"it uses protocol {message.protocol}, the server {PROTOCOL}"
     if message.round != round:
         return f"it answers round {message.round + 1}, not round {round + 1}"
     if missing := sorted(declared.keys() - message.tensors.keys()):
@@ -73,7 +73,7 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
     for name, (shape, dtype) in declared.items():
         tensor = message.tensors[name]
         if not isinstance(tensor, Tensor):
-            return f"{name} is a {type(tensor).__name__}, no tensor"
+            return f"{name} is a {type(tensor).__name__}, not a tensor"
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             return (
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, declared as {dtype} {list(shape)}"
@@ -84,13 +84,13 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
 
 
 def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tensor:
-    """Return each client's Euclidean distance from what the server sent it, [C], over several
+    """Return each client's Euclidean distance from the state that it received, [C], over several
     blocks together.
 
     Args:
-        sent: What the clients send, {block: {tensor: [C, ...]}}, not empty.
-        start: What the server sent for the same blocks, [...] or [C, ...]; tensors that are absent
-            there do not count.
+        sent: The clients' uplinks, {block: {tensor: [C, ...]}}, not empty.
+        start: The state that the server sent for the same blocks, [...] or [C, ...]; tensors that
+            are absent there do not count.
     """
     total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64)
     for name, tensors in sent.items():
@@ -104,10 +104,10 @@ def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tens
 
 def shares(counts: np.ndarray) -> np.ndarray:
     """Return each client's number of examples divided by the median client's, [J], clipped to
-    [1/100, 100]; 1 where it is not known.
+    [1/100, 100]; 1 if unknown.
 
     Args:
-        counts: Examples of all clients, [J]; 0 where that is not known.
+        counts: Numbers of examples of all clients, [J]; 0 if unknown.
     """
     known = counts[counts > 0]
     if not len(known):
@@ -118,14 +118,14 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-    """Return the usual size of what clients say: the larger of the median of size and the median of
+    """Return the usual size of clients' reports: the larger of the median of size and the median of
     size / share.
 
-    Sizes may grow with a client's data or not: distances grow with the number of steps in an epoch
-    and counts with the number of examples; under a fixed number of steps neither does.
+    Sizes may grow with a client's data or not: distances grow with the number of steps in an epoch,
+    and counts with the number of examples; under a fixed number of steps neither grows.
 
     Args:
-        sizes: The sizes of some clients, at least one.
+        sizes: The sizes for some clients, at least one.
         share: Their numbers of examples relative to the median client's, from `shares`.
     """
     return float(max(np.median(sizes), np.median(np.divide(sizes, share))))
@@ -134,22 +134,21 @@ def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
 @dataclass(frozen=True)
 @declared
 class Admission:
-    """Set the rules by which a run accepts clients' replies and treats a round with too few of
-    them.
+    """Set the rules by which a run accepts clients' replies and treats rounds with too few of them.
 
     Args:
         on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are
-            dropped, it starts its next round from the last state that was taken, and the round
-            proceeds as without it.
-        min_clients: Number of replies that a round needs, >= 1.
-        below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was,
-            `repeat` tries again, three times in all.
-        max_norm: Largest distance of a reply from what the server sent, as a multiple of the
-            round's `usual` distance, or, where fewer than three replied, of the median of those in
-            earlier rounds; > 1. Statistics of norms do not count: they are on the scale of the
-            data, beside which weights would not be seen. The limit of clients with more data than
-            the median client is multiplied by their `shares`. The same multiple bounds the entries
-            that a method reports. None for no such check.
+            discarded, it starts its next round from its last accepted state, and the round proceeds
+            without it.
+        min_clients: Minimum number of replies in a round, >= 1.
+        below_minimum: Treatment of a round with fewer replies: `skip` leaves everything unchanged,
+            `repeat` tries again, up to three attempts.
+        max_norm: Maximum distance of a reply from the state that the server sent, as a multiple of
+            the round's `usual` distance or, with fewer than three replies, of the median of that in
+            earlier rounds; > 1. Statistics of norms do not count: on the scale of the data, they
+            would hide the weights. For clients with more data than the median client the limit is
+            multiplied by their `shares`. The same multiple bounds the entries that a method
+            reports. None for no such check.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=4)
@@ -180,14 +179,14 @@ class Admission:
 
     @property
     def skips(self) -> bool:
-        """Return whether bad clients are left out instead of stopping the run."""
+        """Return whether bad clients are skipped instead of stopping the run."""
         return self.on_bad_client == "skip"
 
     def limit(
         self, norms: Sequence[float], share: Sequence[float] | np.ndarray, earlier: Sequence[float]
     ) -> float:
-        """Return the largest distance that is allowed for a client with as many examples as the
-        median client; infinity for no limit.
+        """Return the maximum distance for a client with as many examples as the median client;
+        infinity for no limit.
 
         Args:
             norms: The distances of this round's replies.
@@ -204,11 +203,10 @@ class Admission:
         )
 
     def report_limit(self, sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-        """Return the largest absolute entry that is allowed in what a method reports; infinity for
-        no limit.
+        """Return the maximum absolute entry of a method's reports; infinity for no limit.
 
-        The server has sent nothing to which a report could be compared. The usual size counts as at
-        least `NORM_FLOOR`, since a report, such as a loss, may be near 0 for most clients.
+        The server has no own value to compare a report with. The usual size counts as at least
+        `NORM_FLOOR`, because a report, such as a loss, may be near 0 for most clients.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.

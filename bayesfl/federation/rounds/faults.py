@@ -1,11 +1,11 @@
-"""Simulated faults: plans for `simulate(faults=)`, with which a federation's tolerance is tested
-before it is deployed.
+"""Simulated faults: plans for `simulate(faults=)`, to test a federation's tolerance before it is
+deployed.
 
 A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round.
-`Lost` stands for every fault that leaves the server without a reply: a client that times out, stops
-in mid-round, or whose answer does not arrive. The other faults alter the reply so that the server
-must reject it. In both cases the client starts its next round from the last state that the server
-acknowledged, so that the round proceeds as without that client.
+`Lost` represents every fault after which the server has no reply: a client that times out or stops
+during the round, or a reply that does not arrive. The other faults alter the reply so that the
+server must reject it. In both cases the client starts its next round from the last state that the
+server acknowledged, and the round proceeds without that client.
 """
 
 import math
@@ -23,7 +23,7 @@ from bayesfl.federation.rounds.admission import Message
 
 @dataclass(frozen=True)
 class Lost:
-    """Leave the server without the client's reply.
+    """Lose the client's reply on its way to the server.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3)
@@ -56,9 +56,7 @@ FaultPlan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
 
 
 def _tensor(change: Callable[[Any], Any]) -> Altered:
-    """Return a fault that changes the first tensor of a message; messages without tensors stay as
-    they are.
-    """
+    """Return a fault that changes the first tensor of a message, if it has one."""
 
     def altered(message: Message) -> Message:
         name = next(iter(message.tensors), None)
@@ -106,11 +104,11 @@ def at_random(
 
     Args:
         share: The probability, in [0, 1].
-        kinds: Names of `FAULTS`, from which each fault is drawn uniformly; all of them by default.
+        kinds: Names of `FAULTS`, from which each fault is drawn uniformly; all by default.
         seed: Seed of the draws.
 
     Raises:
-        KeyError: `kinds` has an unknown name.
+        KeyError: `kinds` contains an unknown name.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""The transport of rounds of a simulation: the threads of each rank compute chunks of clients, and
+"""The transport of rounds in a simulation: the threads of each rank compute chunks of clients, and
 a plan may simulate faults.
 """
 
@@ -31,16 +31,16 @@ from bayesfl.federation.rounds.round import Absence, Round, Transport
 
 
 class OneMachine(Transport):
-    """A `Transport` of one attempt at a round, of which each rank trains its share of the chunks.
+    """Carry out one attempt at a round on this machine; each rank trains its share of the chunks.
 
-    Private rows are written by `commit`, when the round is known to count.
+    Private rows are written by `commit`, when the round counts.
 
     Args:
         local: The clients' local work.
         state: The federation before the round.
         crew: The threads that compute.
-        test: The split on which the clients' own models predict before aggregation, as their
-            training left them; None for no predictions.
+        test: The split that the clients' own models predict before aggregation, directly after
+            training; None for no predictions.
         faults: The plan of simulated faults; None for none.
     """
 
@@ -58,8 +58,8 @@ class OneMachine(Transport):
         self._local, self._state, self._crew = local, state, crew
         self._test, self._faults = test, faults
         self.predicted: LocalPredictions | None = None
-        """Predictions on `test`, before aggregation, of the clients that were taken; None where
-        there are none.
+        """Predictions on `test` before aggregation, from the accepted clients; None if there are
+        none.
         """
         self._new: list[tuple[np.ndarray, View]] = []
         self._seen: list[predict.Predicted] = []
@@ -71,7 +71,7 @@ class OneMachine(Transport):
             yield answers
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Write the rows of the clients that were taken, and collect predictions; see
+        """Write the rows of the accepted clients, and collect predictions; see
         `Transport.commit`.
         """
         out = list(dropped)
@@ -115,9 +115,8 @@ class OneMachine(Transport):
         lost = [client for client, fault in wrong.items() if isinstance(fault, Lost)]
         yield from (Absence(client, "it did not reply", lost=True) for client in lost)
         cohort, rest = (np.setdiff1d(group, lost) for group in (round.cohort, round.rest))
-        # Clients outside the cohort have chunks of their own, so that measuring them does not
-        # change the chunks. If they are not measured, phases whose result would be discarded are
-        # left out.
+        # Clients outside the cohort have separate chunks, so that measuring them does not change
+        # the chunks. If they are not measured, phases whose result would be discarded are skipped.
         device = local.train.device
         size = engine.chunk_size(local.train.clients, local.algorithm, device)
         ranks, counts = self._crew.ranks, local.train.counts
@@ -167,15 +166,14 @@ class OneMachine(Transport):
         asked = sum(len(ids) for ids, sends in todo if sends)
         self.traffic = {"bytes_up": sent * asked, "bytes_down": received}
         self.seconds = {f"seconds_{part}": value for part, value in spent.items()}
-        # Predictions ran in the workers beside training: the time that they took is not the
-        # round's.
+        # Predictions ran in the workers in parallel with training, so their time is not counted.
         self.apart = measuring / max(1, min(len(todo), engine.worker_count(device)))
 
     def _of(
         self, done: Done, sends: bool, round: Round, wrong: Mapping[int, Fault]
     ) -> Iterator[Replies | Absence]:
-        """Yield the answers of a chunk; if bad clients are skipped, each reply is checked on its
-        own.
+        """Yield the answers of a chunk; if bad clients are skipped, each reply is checked
+        separately.
         """
         algorithm, ids = self._local.algorithm, done.ids
         good = ~done.diverged

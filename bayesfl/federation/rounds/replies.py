@@ -27,16 +27,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replies:
-    """The replies of a chunk of clients, in the shapes that were declared.
+    """Hold the replies of a chunk of clients, in the declared shapes.
 
     Args:
         ids: The chunk's clients [C].
         n: Their numbers of training examples [C], in the run's precision.
-        sent: Tensors that pools gather, {block: {tensor: [C, ...]}}; empty for clients outside the
+        sent: Tensors for the pools, {block: {tensor: [C, ...]}}; empty for clients outside the
             cohort, which only report that they have trained.
-        reported: Tensors that the clients send beyond the blocks, [C, ...] each.
-        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN where it is
-            not known.
+        reported: Tensors that the clients send in addition to the blocks, [C, ...] each.
+        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN if unknown.
     """
 
     ids: np.ndarray
@@ -46,20 +45,20 @@ class Replies:
     losses: np.ndarray
 
     def of(self, inside: np.ndarray) -> "Replies":
-        """Return the replies of the clients at which `inside` [C], bool, is True."""
+        """Return the replies of the clients for which `inside` [C], bool, is True."""
         places = np.flatnonzero(inside)
         n, sent, reported = (read_rows(tree, places) for tree in (self.n, self.sent, self.reported))
         return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
 
 
 class Unseen:
-    """A placeholder for uplinks that the server has not seen; it gives `combine` the numbers of the
-    round, of rounds and of clients only.
+    """Stand in for uplinks that the server has not seen; only the number of the round, of rounds
+    and of clients are available to `combine`.
 
-    Any other use of it raises ValueError.
+    Any other use raises ValueError.
 
     Args:
-        why: Why the uplinks are missing, the beginning of the error message.
+        why: Why the uplinks are missing; begins the error message.
         round: The current round, counted from 0.
         rounds: Number of rounds of the run.
         clients: Number of clients J of the federation.
@@ -77,8 +76,8 @@ class Unseen:
 
     def _refuse(self, *asked: Any) -> Any:
         raise ValueError(
-            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; "
-            "take a method whose server only adds up, or, where it can do without, "
+            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; use "
+            "a method whose server only adds up or, if `combine` is not needed, "
             "dataclasses.replace(algorithm, combine=bf.Algorithm.combine, reports={})"
         )
 
@@ -93,8 +92,7 @@ def check_combine(result: Any, ids: Any, why: str) -> None:
         result: The state that the run starts from, a `Result`.
         ids: The clients that `combine` receives, [clients] int64, or a placeholder if the server
             does not have them either.
-        why: The reason that the server does not see single replies, with which the error message
-            begins.
+        why: Why the server does not see single replies; begins the error message.
 
     Raises:
         ValueError: `combine` reads a reply, or fails without the replies.
@@ -107,10 +105,10 @@ def check_combine(result: Any, ids: Any, why: str) -> None:
 
 
 def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Server:
-    """Return what the method's `combine` changes on the server.
+    """Return the server's entries that the method's `combine` computes.
 
     Raises:
-        ValueError: `combine` changes what it is given.
+        ValueError: `combine` modifies its input.
     """
     given = tree_map(lambda t: t, server)  # in new mappings
     versions = [t._version for t in tree_leaves(server)]
@@ -119,16 +117,17 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
     if assigned or versions != [t._version for t in tree_leaves(server)]:
         raise ValueError(
-            "`combine` changes the server's state in place, which earlier results share; return "
+            "`combine` modifies the server's state in place, which earlier results share; return "
             "new tensors, as {'k': server['k'] + 1}"
         )
     return changed
 
 
 class RoundSum:
-    """A sum of one round's replies, from which the server's next state is computed. Here the server
-    sees them: pools add them up as they arrive, and what `combine` reads of single clients is kept.
-    Another sum has its own `add` and `server`.
+    """Sum one round's replies and compute the server's next state from them.
+
+    In this class the server sees the replies: pools add them up as they arrive, and the entries
+    that `combine` reads are kept. Subclasses have their own `add` and `server`.
 
     Args:
         run: The rule of the run.
@@ -143,16 +142,14 @@ class RoundSum:
         blocks = run.algorithm.blocks.items()
         self._pools: dict[str, Any] = {name: block.pool for name, block in blocks if block.pool}
         self.total: Any = {}, []
-        """What is added up so far, as tensors and plain values in lists, tuples and mappings."""
+        """The partial sum, as tensors and plain values in lists, tuples and mappings."""
         self.row: dict[str, float] = {}
-        """The columns that the sum adds to the history, known once the next state is; they replace
-        columns of the same name.
+        """Columns that the sum adds to the history, available after the next state was computed;
+        they replace columns of the same name.
         """
 
     def add(self, replies: Replies) -> None:
-        """Add a chunk of replies that were taken; the sum decides what the server learns of each of
-        them.
-        """
+        """Add a chunk of accepted replies; each class decides what the server may read of them."""
         extra = replies.reported | {
             "n": replies.n,
             "ids": torch.from_numpy(replies.ids).to(replies.n.device),
@@ -176,8 +173,8 @@ class RoundSum:
 
         Raises:
             DivergenceError: The next state is not finite.
-            ValueError: The method's `combine` returns entries that the server does not have, no
-                tensors, or tensors of other shapes or dtypes.
+            ValueError: The method's `combine` returns unknown entries, or entries that are not
+                tensors or have other shapes or dtypes.
         """
         totals, stacked = self.total
         uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
@@ -190,13 +187,13 @@ class RoundSum:
         return self._next_state(new, uplink["ids"], uplink)
 
     def _next_state(self, new: Server, ids: Any, uplink: Any) -> Server:
-        """Return the server's next state: what its pools computed, `new`, changed by the method's
-        `combine` and checked against the present one.
+        """Return the server's next state: the pools' result `new`, updated by the method's
+        `combine` and checked against the present state.
 
         Raises:
             DivergenceError: The next state is not finite.
-            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
-                has, or changes the state before.
+            ValueError: A pool or `combine` returns other names, shapes or dtypes than the server
+                has, or modifies the previous state.
         """
         new = new | combined(self.run.algorithm, new, ids, uplink)
         if self._versions != [t._version for t in tree_leaves(self.start)]:
@@ -208,7 +205,7 @@ class RoundSum:
         if unknown := sorted(after.keys() - before.keys()):
             raise ValueError(
                 f"a pool or `combine` returns {unknown}, which the server does not have; give them "
-                "a start in `server`"
+                "an initial value in `server`"
             )
         if wrong := [
             key
@@ -223,8 +220,8 @@ class RoundSum:
             found = {key: returned.get(key, "nothing") for key in wrong}
             held = {key: expected.get(key, "nothing") for key in wrong}
             raise ValueError(
-                f"a pool or `combine` returns {found} where the server has {held}; return entries "
-                "in their shapes and dtypes"
+                f"a pool or `combine` returns {found}, but the server has {held}; return entries "
+                "in these shapes and dtypes"
             )
         if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
@@ -237,14 +234,14 @@ class RoundSum:
 
 @dataclass
 class AggregationRun:
-    """A rule by which one run draws its cohorts and adds up their replies; here the settings draw
-    them, and the server sees every reply.
+    """Draw the cohorts of one run and add up their replies; in this class the settings draw them,
+    and the server sees every reply.
 
     Args:
         algorithm: The method.
         settings: The run's settings.
         clients: Number of clients.
-        least: Number of replies that a round needs.
+        least: Minimum number of replies in a round.
     """
 
     algorithm: Algorithm
@@ -257,23 +254,23 @@ class AggregationRun:
         return self.settings.cohort(self.clients, round)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort,
-        some of which may not reply.
+        """Start the sum of a round from the state `server`; `cohort` has the ids of all its
+        clients, some of which may not reply.
         """
         return RoundSum(self, server, round)
 
 
 class Aggregation:
-    """A way to add up the clients' uplinks, for `simulate(aggregation=)`: here the server sees each
+    """Add up the clients' uplinks in `simulate(aggregation=)`; in this class the server sees each
     reply.
     """
 
     sampling: ClassVar[Literal["poisson"] | None] = None
-    """How cohorts are drawn; None where the run may choose."""
+    """How cohorts are drawn; None if the run may choose."""
 
     @property
     def name(self) -> str:
-        """Return the settings in words, without secrets; a resumed run must have the same name."""
+        """Return the settings as text, without secrets; a resumed run must have the same name."""
         return OPEN
 
     def start(
@@ -283,10 +280,10 @@ class Aggregation:
 
         Args:
             result: The state from which the run starts, a `Result`.
-            admission: Which replies are taken.
+            admission: Rules for accepting replies.
             every: Rounds between checkpoints; None for no checkpoints.
-            repeats: Number of rounds that an earlier run has done after `result`, and that are done
-                again.
+            repeats: Number of rounds after `result` that an earlier run has done already and that
+                are repeated.
 
         Raises:
             ValueError: The method or the settings do not fit.
@@ -297,16 +294,16 @@ class Aggregation:
 
 
 class ReplyFilter:
-    """A filter between the replies and a round's sum.
+    """Filter replies before they enter a round's sum.
 
-    It passes replies on at once or, with `admission`, when all have arrived and have been compared.
-    A rank passes its own on after those of the ranks before it.
+    It passes replies on at once or, with `admission`, after all have arrived and were compared. A
+    rank passes its replies on after those of the earlier ranks.
 
     Args:
-        sum: The sum to which replies that are taken are added.
-        admission: Which replies are taken; None takes all at once.
-        history: The rows of the rounds before.
-        counts: Examples of all clients, [J], 0 where that is not known.
+        sum: The sum of the accepted replies.
+        admission: Rules for accepting replies; None accepts all at once.
+        history: The rows of the earlier rounds.
+        counts: Numbers of examples of all clients, [J], 0 if unknown.
         names: The clients' names, for messages.
     """
 
@@ -327,16 +324,16 @@ class ReplyFilter:
         self._sizes: dict[str, dict[int, float]] = {}
         self._shares, self._names = shares(counts), names
         self.losses = np.empty(0)
-        """The training losses of the clients whose replies are in the sum."""
+        """Training losses of the clients whose replies are in the sum."""
         self.dropped: dict[int, str] = {}
-        """The clients that are left out, each with the first reason."""
+        """Clients that are left out, each with the first reason."""
         self.usual = math.nan
-        """The `usual` distance of the replies that were taken, known after `close`; NaN where
-        distances are not checked.
+        """The `usual` distance of the accepted replies, available after `close`; NaN if distances
+        are not checked.
         """
 
     def add(self, replies: Replies) -> None:
-        """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
+        """Add the replies of a chunk of the cohort, or store them until all have arrived."""
         if self._admission is None:
             if current().rank:
                 self._held.append(replies)
@@ -371,7 +368,7 @@ class ReplyFilter:
         self._held.append(replies)
 
     def _check_reports(self, replies: Replies) -> None:
-        """Leave out clients that report what lies outside the range that was declared."""
+        """Leave out clients whose reports lie outside the declared range."""
         ranges = {
             name: start.range
             for name, start in self._sum.run.algorithm.reports.items()
@@ -387,8 +384,8 @@ class ReplyFilter:
                     )
 
     def _check_statistics(self, replies: Replies) -> None:
-        """Leave out clients whose norms have negative variances, of which the server's would make
-        NaN; their size has no bound.
+        """Leave out clients whose norms have negative variances, which would make the server's NaN;
+        the size of statistics is not bounded.
         """
         for name in replies.sent:
             if isinstance(self._sum.run.algorithm.blocks[name], Buffers):
@@ -408,11 +405,11 @@ class ReplyFilter:
         self.losses = np.append(self.losses, replies.losses)
 
     def close(self) -> list[int]:
-        """Add the replies that are taken to the sum, in the order of a simulation whatever the
+        """Add the accepted replies to the sum, in the order of a simulation, independent of the
         order in which they arrived.
 
         Returns:
-            The ids of clients whose reply, or training, was not taken.
+            The ids of clients whose reply, or training, was not accepted.
         """
         ranks, known = current(), (self.dropped, self._norms, self._sizes)
         self.dropped, self._norms, self._sizes = {}, {}, {}
@@ -435,24 +432,22 @@ class ReplyFilter:
         return list(self.dropped)
 
     def _passed_on(self, before: tuple[Any, np.ndarray]) -> Any:
-        """Return the sum and the losses of the replies in it, after the replies that are
-        held are added to those of the ranks before.
-        """
+        """Add the stored replies to the earlier ranks' sum and losses, and return both."""
         self._sum.total, self.losses = before
-        # In the order of a simulation's chunks, so that sums over a network have the same bits.
+        # The order of a simulation's chunks makes sums over a network bit-identical.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
         return self._sum.total, self.losses
 
     def _compare(self, admission: Admission) -> None:
-        """Leave out clients that went absurdly far, or that report absurdly large numbers."""
+        """Leave out clients with extreme distances or extreme reports."""
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
         limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
             if norm > (own := limit * max(1.0, self._shares[client])):
                 self.dropped.setdefault(
-                    client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}"
+                    client, f"its distance from the sent state is {norm:.3g}, more than {own:.3g}"
                 )
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
@@ -466,14 +461,14 @@ class ReplyFilter:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
 
     def loss(self) -> float:
-        """Return the mean negative log likelihood of training, in nats, over the clients that were
-        taken; NaN if none reports it.
+        """Return the mean negative log likelihood of training, in nats, over the accepted clients;
+        NaN if none reports it.
         """
         known = self.losses[~np.isnan(self.losses)]
         return float(torch.from_numpy(known).mean()) if len(known) else math.nan
 
     def server(self) -> Server:
-        """Return the server's next state from the replies that were taken.
+        """Return the server's next state from the accepted replies.
 
         Raises:
             DivergenceError: The next state is not finite, and bad clients stop the run.
@@ -486,7 +481,7 @@ class ReplyFilter:
             if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
             raise FailedRound(
-                f"what the replies of round {self._sum.round + 1} make together is not finite"
+                f"the sum of the replies of round {self._sum.round + 1} is not finite"
             ) from error
 
 
@@ -497,8 +492,8 @@ def was_sent(
     device: torch.device,
     blocks: Iterable[str],
 ) -> dict[str, Tensors]:
-    """Return, for each of `blocks`, what the server sent to the clients `ids`: the same to all
-    [...], or to each its own [C, ...].
+    """Return, for each of `blocks`, the state that the server sent to the clients `ids`: one for
+    all [...], or one for each [C, ...].
     """
     common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
     return {name: addressed.get(name, common.get(name, {})) for name in blocks}

@@ -1,7 +1,7 @@
-"""One round of a federation: clients are asked, replies are taken, and the server combines them.
-Who is asked is drawn by `Settings.cohort`, or by `ClientPrivacy`.
+"""One round of a federation: clients train and reply, replies are checked, and the server combines
+them. The cohort is drawn by `Settings.cohort`, or by `ClientPrivacy`.
 
-A `Transport` carries the messages, on one machine or between many.
+A `Transport` carries the messages, on one machine or between machines.
 """
 
 import math
@@ -25,16 +25,16 @@ from bayesfl.federation.settings import OPEN, Settings
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that all rounds of a run share.
+    """Hold the rules that all rounds of a run share.
 
     Args:
         algorithm: The method.
         settings: The run's settings.
         clients: Number of clients.
         declared: Shape and dtype of every tensor that a client sends, from `Algorithm.uplink`.
-        admission: Which replies are taken.
-        aggregation: Who is in a cohort, and how their replies are added up.
-        names: The clients' names, for messages; none where the server does not know them.
+        admission: Rules for accepting replies.
+        aggregation: Rule for drawing cohorts and adding up their replies.
+        names: The clients' names, for messages; empty if the server does not know them.
     """
 
     algorithm: Algorithm
@@ -48,7 +48,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Round:
-    """A request to the clients for one attempt at a round.
+    """Describe the request to the clients in one attempt at a round.
 
     Args:
         number: Number of rounds done before.
@@ -69,12 +69,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Absence:
-    """A record that a client has no part in a round.
+    """Record that a client does not take part in a round.
 
     Args:
         client: The client's id.
-        reason: The reason, in words.
-        lost: True if the client did not answer; False if it answered, but not as it should.
+        reason: The reason, as text.
+        lost: True if the client did not answer; False if its answer was invalid.
     """
 
     client: int
@@ -83,41 +83,40 @@ class Absence:
 
 
 class Transport(ABC):
-    """A carrier of one attempt at a round: it takes the server's state to the clients and brings
-    their replies back, at each rank those of its share.
+    """Carry one attempt at a round: send the server's state to the clients and fetch their replies,
+    at each rank for its share of the clients.
 
     Args:
-        counts: Numbers of training examples of all clients, [J], 0 where unknown; known once the
-            clients are asked.
+        counts: Numbers of training examples of all clients, [J], 0 if unknown; available after the
+            clients were asked.
     """
 
     trusted = False
-    """Whether replies need no checks when a bad client would stop the run, because this process has
-    computed them itself.
+    """Whether replies need no checks if bad clients stop the run, because this process has computed
+    them itself.
     """
 
     def __init__(self, counts: np.ndarray) -> None:
         self.counts, self.apart = counts, 0.0
-        """`apart` are seconds of the round spent on other work, such as measuring; as all below,
-        known after `commit`.
+        """`apart` is the time of the round spent on other work, such as evaluation, in seconds; all
+        values below are available after `commit`.
         """
         self.seconds: dict[str, float] = {}
-        """The history's columns on where the time was spent, in seconds."""
+        """Columns of the history with the time spent on each part, in seconds."""
         self.traffic: dict[str, float] = {"bytes_up": 0, "bytes_down": 0}
 
     @abstractmethod
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
-        """Ask the clients of a round, and give an iterator over their answers, which come in any
-        order.
+        """Send the request to the clients, and return an iterator over their answers, in any order.
 
-        A client of the cohort answers once; of the other clients only absences are reported. Until
-        `commit`, clients keep the states that they had before the round.
+        Each client of the cohort answers once; for other clients only absences are reported. Until
+        `commit`, clients keep the states from before the round.
         """
 
     @abstractmethod
     def commit(self, dropped: Collection[int]) -> None:
-        """Make the new state of the clients that were taken permanent; clients in `dropped` return
-        to the state before the round.
+        """Make the new state of the accepted clients permanent; clients in `dropped` return to the
+        state before the round.
         """
 
 
@@ -137,18 +136,18 @@ def run_round(
         server: The server's state.
         number: Number of rounds done before.
         history: The rows of the rounds before.
-        transport: Carries this attempt alone.
+        transport: Carries this attempt only.
         attempt: Number of earlier attempts at this round.
 
     Returns:
         The server's next state, the history's row of this round, and the ids of clients of its
-        cohort whose work was not taken.
+        cohort whose work was not accepted.
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the
             server's next state is not finite.
         BadClients: A reply is missing or bad, and bad clients stop the run.
-        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped,
+        FailedRound: Fewer replies were accepted than a round needs, or bad clients are skipped and
             the server's next state is not finite.
     """
     start = perf_counter()
@@ -195,7 +194,7 @@ def run_round(
         try:
             if taken < least:
                 raise FailedRound(
-                    f"round {number + 1} comes to {taken} replies and needs {least} (min_clients)"
+                    f"round {number + 1} has {taken} replies and needs {least} (min_clients)"
                 )
             server = filter.server()
         except FailedRound as error:

@@ -1,1 +1,1 @@
-"""Runs: `simulate`, its result, loading and going on."""
+"""Runs: `simulate`, its result, loading and continuing."""

@@ -3,14 +3,14 @@ and records of a run for other programs.
 
 A callback is called after every round, once its checkpoint is written, with the run so far: a
 `bayesfl.federation.run.result.Result` on one machine, a `bayesfl.flower.Deployed` over a network.
-It may read all of it, above all `history`; if it returns True, the run ends. What it is given goes
-on changing with the run: keep `snapshot(result)`.
+It may read all of it, above all `history`; if it returns True, the run ends. The object continues
+to change with the run: use `snapshot(result)` to keep it.
 
-A round may be told twice. A resumed run first calls its callbacks for the round that it goes on
-from, of which they may not have heard if the process was killed. So a run that was ended by a
-callback stays ended, and goes on if that callback is left out. A run that is ended between
-evaluations is measured then, and its callbacks are called once more with the measures. Any function
-of that kind will do:
+A callback may be called twice for a round. A resumed run first calls its callbacks for its last
+finished round, because the earlier process may have been killed before it called them. So a run
+that was ended by a callback stays ended, and continues if that callback is left out. A run that
+ends between evaluations is evaluated then, and its callbacks are called once more with the
+measures. Any function of this form is a callback:
 
     def note(result):
         row = result.history[-1]
@@ -35,12 +35,12 @@ from bayesfl.federation.run.result import Result
 from bayesfl.federation.store.files import checkpoints, newest
 
 Callback: TypeAlias = Callable[[Any], Any]
-"""Function from the run so far; True ends the run."""
+"""Function that receives the run so far; if it returns True, the run ends."""
 
 
 def snapshot(result: Any) -> Any:
-    """Copy the run so far, so that further rounds do not change it; what a callback is given shares
-    the running state.
+    """Copy the run so far, so that further rounds do not change it; callbacks receive an object
+    that shares the running state.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -59,19 +59,18 @@ def snapshot(result: Any) -> Any:
 class EarlyStopping:
     """End a run when a column of the history has not improved for some evaluations.
 
-    It reads the history alone, so that a resumed run keeps its patience. Take a column of
-    validation data: the best value of a test column is too good.
+    It reads only the history, so a resumed run keeps its patience. Choose a column of validation
+    data: the best value of a test column is too optimistic.
 
     Args:
-        column: Name of the column, as `validation_nll`.
+        column: Name of the column, such as `validation_nll`.
         patience: Number of evaluations without a better value after which the run ends.
         keep: Whether the run returns its `last` state, or that of the `best` evaluation, with the
             history up to it.
-        folder: For `best`, a folder for that state, from which a resumed run finds it again; None
-            to hold it in memory alone. A deployment's best state is read from it by
-            `bayesfl.flower.load`; nodes keep their states of that round, and end with their models
-            of it.
-        lowest: Whether smaller values are better; None to know it by the measure's name.
+        folder: For `best`, a folder for that state, where a resumed run finds it again; None to
+            keep it only in memory. For a deployment, `bayesfl.flower.load` reads the best state
+            from this folder; nodes keep their states and finally their models of that round.
+        lowest: Whether smaller values are better; None to infer it from the measure's name.
 
     Raises:
         ValueError: `folder` is given for `last`.
@@ -100,22 +99,23 @@ class EarlyStopping:
         self.best: Any = None
 
     def described_as(self) -> dict[str, Any]:
-        """Return the options, which one that was used has as well."""
+        """Return the options without the best state, so that a used callback equals a new one."""
         return {name: value for name, value in vars(self).items() if name != "best"}
 
     def __call__(self, result: Any) -> bool:
         """Return whether the run ends; keep its state if it is the best so far.
 
         Raises:
-            ValueError: The history has no such column although a round was evaluated, the column's
-                better values are not known, or the run is one of `ClientPrivacy`.
+            ValueError: The history has no such column although a round was evaluated, it is unknown
+                whether large or small values of the column are better, or the run uses
+                `ClientPrivacy`.
         """
         history = result.history
         if result.settings.sampling == "poisson":
             raise ValueError(
-                "EarlyStopping ends the run, or chooses a round, by the clients' data, which the "
-                "run's epsilon does not cover: under ClientPrivacy fix the rounds beforehand, or "
-                "end by a callback that reads the budget alone, as lambda run: "
+                "EarlyStopping ends the run, or chooses a round, based on the clients' data, which "
+                "the run's epsilon does not cover: under ClientPrivacy fix the number of rounds "
+                "beforehand, or use a callback that reads only the budget, as lambda run: "
                 "run.history['epsilon'][-1] > 3"
             )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
@@ -124,18 +124,18 @@ class EarlyStopping:
             trained = any(row.get("cohort") for row in history)
             if never and trained and self.column not in history.columns:
                 raise KeyError(
-                    f"no column {self.column!r}: nothing is measured on the way; pass "
-                    f"evaluate_every=1, or take a column of {history.columns}"
+                    f"no column {self.column!r}: nothing is evaluated during the run; pass "
+                    f"evaluate_every=1, or choose a column of {history.columns}"
                 )
             if any(key.startswith(("personal_", "validation_")) for key in history.columns):
-                history[self.column]  # names the nearest columns
+                history[self.column]  # raises an error with similar columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
             if self._folder is not None and newest(self._folder):
                 raise ValueError(
-                    f"folder {str(self._folder)!r} holds the run's checkpoints; give the best "
-                    "state a folder of its own"
+                    f"folder {str(self._folder)!r} holds the run's checkpoints; use a separate "
+                    "folder for the best state"
                 )
             self.store(snapshot(result))
         elif (
@@ -144,34 +144,34 @@ class EarlyStopping:
             and self._folder is not None
             and checkpoints(self._folder)
         ):
-            # Now, as the nodes of a deployment that goes on must not forget their states of it.
+            # Store it now, because the nodes of a running deployment must not delete their states.
             self.best = reloaded(result, self._folder)
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
     def store(self, best: Any) -> None:
-        """Hold the best state, in the folder as well where there is one."""
+        """Keep the best state, also in the folder if there is one."""
         self.best = best
         if self._folder is not None:
             best.save(self._folder)
 
     def finish(self, result: Any) -> Any:
-        """Return the state that the run returns: the best one if that is wanted, else `result`."""
+        """Return the state that the run returns: the best one if `keep="best"`, else `result`."""
         values = [row for row in result.history if np.isfinite(row.get(self.column, np.nan))]
         if self.keep == "last" or not values:
             return result
         round = History(values).best(self.column, lowest=self._lowest)["round"]
         if not self._is_of(result, round):
             warn(
-                f"the best {self.column} is of round {round}, whose state is gone, as after a run "
-                "is resumed without a folder; the last state is returned. Pass "
+                f"the best {self.column} is from round {round}, but its state is lost, for example "
+                "because the run was resumed without a folder; the last state is returned. Pass "
                 "EarlyStopping(folder=...) to keep the best one on disk",
             )
             return result
         return self.best or result
 
     def _is_of(self, result: Any, round: int) -> bool:
-        """Return whether the kept state is that of this run after this number of rounds: its
-        history, seconds included, is the same but for what was measured since.
+        """Return whether the kept state is from this run after this number of rounds: their
+        histories, including seconds, are equal except for later evaluations.
         """
         if self.best is None or self.best.round != round:
             return False
@@ -180,7 +180,7 @@ class EarlyStopping:
 
 
 class CSV:
-    """Write the history to a file after every round; the file is always whole.
+    """Write the history to a file after every round; the file is always complete.
 
     Args:
         path: Path of the file.

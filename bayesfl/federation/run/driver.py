@@ -1,9 +1,9 @@
 """The loop of a run, the same for a simulation and for a deployment: rounds, evaluations,
 checkpoints and callbacks.
 
-`Clients` reaches the clients, on one machine or over a network. Whatever one process alone may do
-is in one place: `Clients.save` writes checkpoints, `_told` calls callbacks, and `drive` shows a
-bar.
+`Clients` reaches the clients, on one machine or over a network. Each operation that only one
+process may do is in one place: `Clients.save` writes checkpoints, `_told` calls callbacks, and
+`drive` shows a progress bar.
 """
 
 import logging
@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Run)
 ATTEMPTS = 3
 """Number of attempts at a round before the run stops for lack of clients."""
 LOGGED = ("cohort", "seconds", "train_nll", *HEADLINES)
-"""Columns of the history that the log has of every round."""
+"""Columns of the history that are logged in every round."""
 RELEASED = ("round", "releases", "epsilon", "epsilon_own")
 """Columns of the history that callbacks see under `ClientPrivacy`. Other columns would leak data
 into the stopping time, which epsilon does not cover.
@@ -39,44 +39,44 @@ def check_callbacks(name: str, on_round: object) -> None:
     """Check that callbacks are a list of functions.
 
     Raises:
-        TypeError: They are no list, or one of them is no function.
+        TypeError: They are not a list, or one of them is not a function.
     """
     if not isinstance(on_round, Sequence) or isinstance(on_round, str):
         raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
     for callback in on_round:
-        if not callable(callback) or isinstance(callback, type):  # else after the first round
+        if not callable(callback) or isinstance(callback, type):  # otherwise fails after a round
             raise TypeError(
                 f"{name} must hold functions, or objects as CSV(path), got {callback!r}"
             )
 
 
 class Clients(ABC, Generic[R]):
-    """All clients of a run, as the loop reaches them."""
+    """Provide access to all clients of a run for the loop."""
 
     @abstractmethod
     def attempt(self, run: R) -> Any:
         """Return the `Transport` of one attempt at the next round."""
 
     def taken(self, run: R, attempt: Any) -> R:
-        """Return the run with what the clients have kept of an attempt that gave a round."""
+        """Return the run, updated with the clients' accepted states after a successful attempt."""
         return run
 
     @abstractmethod
     def evaluate(self, run: R, attempt: Any) -> R:
-        """Add measures of the models to the last row of the history, and return the run with what
-        was fitted for them.
+        """Add measures of the models to the last row of the history, and return the run with the
+        objects fitted for them.
 
         Args:
             run: The run.
-            attempt: The attempt that gave its last round, if there was one just now.
+            attempt: The attempt of its last round if that was just made; None otherwise.
         """
 
     @abstractmethod
     def save(self, run: R) -> None:
-        """Write a checkpoint, if the run has a folder for them."""
+        """Write a checkpoint, if the run has a folder for checkpoints."""
 
     def finish(self, run: R) -> R:
-        """Return the state that callbacks have chosen, after what is left to do with it."""
+        """Return the state that callbacks have chosen, after final work on it."""
         return run
 
 
@@ -89,12 +89,12 @@ def drive(
     every: int,
     progress: bool | None,
 ) -> R:
-    """Return a run after its remaining rounds, or after that with which a callback ends it.
+    """Return a run after its remaining rounds, or after the round at which a callback ends it.
 
-    Any error, Ctrl-C and a full disk too, carries the run after its last round as `result`.
+    Any error, including Ctrl-C and a full disk, has the run after its last round as `result`.
 
     Args:
-        run: The run, which begins or goes on.
+        run: The run, new or continued.
         rules: The rules of its rounds.
         clients: The clients.
         callbacks: Functions that are called after every round.
@@ -122,7 +122,7 @@ def drive(
             run = clients.evaluate(run, None)
             _logged(run)
             clients.save(run)
-            _told(callbacks, run)  # once more, with the measures
+            _told(callbacks, run)  # again, with the measures
         elif ended:
             clients.save(run)
         chosen = run
@@ -137,13 +137,13 @@ def drive(
                 if getattr(callback, "best", None) is chosen:
                     callback.store(done)
     except BaseException as error:
-        error.result = run  # type: ignore[attr-defined]  # as a DivergenceError has it
+        error.result = run  # type: ignore[attr-defined]  # as in a DivergenceError
         raise
     return done
 
 
 def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
-    """Return a run after one more round, and the attempt that gave it; None where the round is
+    """Return a run after one more round, and the attempt that succeeded; None if the round is
     skipped.
 
     Raises:
@@ -175,7 +175,7 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
 
 
 def _told(callbacks: Sequence[Callback], run: Run) -> bool:
-    """Call every callback with the run so far, at every rank, and say whether one ends it."""
+    """Call every callback with the run so far, at every rank; return whether one ends the run."""
     shown = run
     if run.settings.sampling == "poisson":
         rows = [{key: row[key] for key in RELEASED if key in row} for row in run.history]
@@ -187,7 +187,7 @@ def _told(callbacks: Sequence[Callback], run: Run) -> bool:
 
     try:
         return any(current().every(call))
-    except Exception as error:  # a user's function may raise anything; it is passed on
+    except Exception as error:  # a user's function may raise anything; it is raised again
         error.add_note(
             f"raised by a callback after round {run.round}; the run so far is this error's "
             "attribute `result`"
@@ -196,7 +196,7 @@ def _told(callbacks: Sequence[Callback], run: Run) -> bool:
 
 
 def _logged(run: Run) -> dict[str, str]:
-    """Log the last row of the history, and return its headline for a bar."""
+    """Log the last row of the history, and return its main columns for a progress bar."""
     row = run.history[-1] if run.history.rows else {}
     said = {key: f"{row[key]:.4g}" for key in LOGGED if key in row}
     parts = ", ".join(f"{key} {value}" for key, value in said.items())

@@ -1,5 +1,5 @@
-"""Loading of saved runs, with checks against the method and the data for which they are loaded, and
-the start of a run from the state that another run has reached: next month's rows, further clients.
+"""Loading of saved runs, with checks against the method and the data, and starting a run from the
+state of another run, for example with next month's rows or further clients.
 """
 
 import logging
@@ -53,20 +53,20 @@ def load(
     """Load a saved run.
 
     Without data the result has its history, settings and server, and the models of clients that
-    need no training data to predict; with data it has everything.
+    need no training data to predict; with data it is complete.
 
     Args:
-        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of
-            which the newest undamaged one is loaded.
+        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints; the
+            newest undamaged checkpoint is loaded.
         algorithm: The method that made the run.
-        clients: The data on which the run was made; None to load it without.
+        clients: The data on which the run was made; None to load it without data.
         device: The device for its state.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
-        ValueError: The device is absent.
-        CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made
-            with another method or on other data, or names of its columns or classes.
+        TypeError: `algorithm` is not an `Algorithm`, or `clients` is not a `FederatedData`.
+        ValueError: The device does not exist.
+        CheckpointError: The folder contains no run of `simulate`, or the run is damaged or was made
+            with another method, other data or other names of columns or classes.
 
     Example:
         >>> import tempfile
@@ -87,11 +87,11 @@ def load(
 
 @singledispatch
 def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
-    """Return a state of the run, a `Result` or one of another kind that has registered how it is
-    read, that its `save` wrote.
+    """Load a state that the run's `save` wrote; a `Result`, or another type with a registered
+    loader.
 
     Raises:
-        CheckpointError: As by `load`.
+        CheckpointError: See `load`.
     """
     return load(path, run.algorithm, run.data, device=run.device)
 
@@ -99,13 +99,13 @@ def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
 def started(
     start: Result | str | os.PathLike[str], algorithm: Algorithm, device: torch.device
 ) -> Result:
-    """Return the run from whose state another begins, of this method's network and with its
-    tensors; the method's options may differ.
+    """Return the run from whose state another starts, after checking that its network and tensors
+    fit this method; the method's options may differ.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
-        CheckpointError: The folder holds no run, or the state is one of another network or of
-            another shape.
+        CheckpointError: The folder contains no run, or the state belongs to another network or has
+            other shapes.
     """
     what = "start" if isinstance(start, Result) else repr(str(start))
     found, made_with = (
@@ -123,7 +123,7 @@ def started(
 def _read(
     path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str
 ) -> tuple[Result, dict[str, Any]]:
-    """Return a saved run as its file has it, and the identity of the method that made it."""
+    """Return a run as stored in a file, and the identity of the method that made it."""
     device = present(device)
     found = files.read(path, files.RUN, device)
     algorithm = servers(algorithm, rule_of(found.pop("predicting")))
@@ -131,11 +131,11 @@ def _read(
 
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
-    """Return a result with the data on which it was made."""
+    """Return a result together with the data on which it was made."""
     refuse_differences(
         f"{what} was made on other data:",
         result.known.outline.differences(clients.outline),
-        "give the same recipe and seed, with the same names of columns and classes, and the same "
+        "pass the same recipe and seed, with the same names of columns and classes, and the same "
         "functions of inputs in every split",
     )
     return replace(result, known=clients)
@@ -144,14 +144,13 @@ def on(result: Result, clients: FederatedData, what: str) -> Result:
 def check_state(what: str, run: Run, private: View, *, stacked: bool, novel: bool = False) -> None:
     """Check that a run has the tensors that its method keeps, with their dtypes and shapes.
 
-    What a method holds on the server may have other lengths along some axes, see
-    `Algorithm.free`.
+    Some axes of the server's tensors may have other lengths, see `Algorithm.free`.
 
     Args:
-        what: What the run is, for the message.
+        what: Description of the run, for the message.
         run: The run.
         private: Its clients' private states.
-        stacked: Whether these are the rows of all clients, [J, ...], and not the state of one.
+        stacked: Whether these are the rows of all clients, [J, ...], instead of one client's state.
         novel: Whether the clients joined after training.
 
     Raises:
@@ -174,7 +173,7 @@ def check_state(what: str, run: Run, private: View, *, stacked: bool, novel: boo
 
     if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
         raise CheckpointError(
-            f"{what} holds another state than the method keeps: {wrong[0]} is "
+            f"{what} has another state than the method keeps: {wrong[0]} is "
             f"{picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
         )
@@ -188,33 +187,33 @@ def from_where(
     seed: int,
     device: torch.device,
 ) -> Result:
-    """Return the run from whose state another begins, with a warning if its seed is the same.
+    """Return the run from whose state another starts; warn if the seeds are the same.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
-        ValueError: The data are of another problem than those of the run: inputs, outputs, task,
-            or names of columns or classes differ.
-        CheckpointError: The folder holds no run that this method could have reached, or the run is
-            of another network.
+        ValueError: The data belong to another problem: inputs, outputs, task, or names of columns
+            or classes differ.
+        CheckpointError: The folder contains no run that this method could have made, or the run has
+            another network.
     """
     found = started(start, algorithm, device)
     known, now = found.known.schema, clients.schema
     known.refuse_other("clients", replace(now, tensors=known.tensors, transform=known.transform))
     if other := in_words(known.differences(replace(now, tensors=known.tensors))):
-        warn(f"clients has another function of inputs, {other}: the start was trained on others")
+        warn(f"clients has another function of inputs, {other}, than the data of the start")
     warn_of_seed(found.settings.seed, seed)
     return found
 
 
 def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:
-    """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is
-    now, by their words.
+    """Raise ValueError if a checkpoint's run was started from another state than `start`, by their
+    descriptions.
     """
     if began != given:
         raise ValueError(
-            f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is "
-            f"{given}; pass another folder for a run that begins from start, or leave start out to "
-            "go on with the one that is there"
+            f"checkpoint folder {str(folder)!r} has a run that started from {began}, but start is "
+            f"{given}; pass another folder for a run that starts from start, or leave start out to "
+            "continue the existing run"
         )
 
 
@@ -227,12 +226,12 @@ def begun(
     dtype: torch.dtype,
     device: torch.device = torch.device("cpu"),
 ) -> tuple[Server, Tensor, Tensor]:
-    """Return the server's state with which a run of the clients `names` begins, the places of known
-    clients, and their places in the run before, [known] int64 each.
+    """Return the server's initial state in a run of the clients `names`, the places of known
+    clients, and their places in the earlier run, [known] int64 each.
 
-    Clients are matched by name. What the server has learnt stays; its entries for single clients go
-    to the clients of the same name. New clients begin as clients never seen in training, see
-    `Algorithm.newcomers`.
+    Clients are matched by name. The server keeps what it has learnt; its entries for single clients
+    are assigned to the clients of the same name. New clients start as clients never seen in
+    training, see `Algorithm.newcomers`.
 
     Raises:
         ValueError: Clients have the same name.
@@ -246,7 +245,7 @@ def begun(
     server = tree_map(lambda like, t: t.to(like, copy=True), fresh, before.server)
     novel = algorithm.newcomers(server, clients)
     for name, block in algorithm.blocks.items():
-        if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
+        if isinstance(block.pool, Mixed):  # every client in a run has a model, new ones the mean
             novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
     carried = tree_map(
         lambda one, two, now, then: _moved(one, two, now, then, new, old),
@@ -267,8 +266,8 @@ def continued(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[State, np.ndarray]:
-    """Return the state from which a run of the clients `names` on this machine begins, and which of
-    them are to adapt to it, [new]; private states go to the clients of the same name, see `begun`.
+    """Return the initial state in a run of the clients `names` on this machine, and the clients
+    that must adapt to it, [new]; private states are matched by name, see `begun`.
 
     Raises:
         ValueError: Clients have the same name.
@@ -288,71 +287,71 @@ def continued(
 
 
 def warn_of_seed(before: int, seed: int) -> None:
-    """Warn if a run has the seed of the one that it starts from."""
+    """Warn if a run has the same seed as the run that it starts from."""
     if before == seed:
         warn(
-            f"seed {seed} is that of the run that this one starts from: batches and draws repeat "
-            "those of its first rounds; pass another",
+            f"seed {seed} is also the seed of the run that this one starts from: batches and draws "
+            "repeat those of its first rounds; pass another",
         )
 
 
 def matched(
     algorithm: Algorithm, names: Sequence[str], before: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of known clients among `names`, and their places in the run before, [known]
-    int64 each.
+    """Return the places of known clients among `names`, and their places in the earlier run,
+    [known] int64 each.
 
-    Clients are matched by name, and by number, with a warning, where names of the run before are
-    not known. Under a method's `tally` none is known where one is gone: the server cannot take what
-    that one keeps out of its mean.
+    Clients are matched by name, or by number, with a warning, if names of the earlier run are
+    unknown. Under a method's `tally` all clients count as new if one has left, because the server
+    cannot remove that client's part from its mean.
 
     Args:
         algorithm: The method.
         names: The clients' names.
-        before: Those of the run before; empty text where a name is not known.
+        before: The names in the earlier run; empty text if unknown.
 
     Raises:
         ValueError: Clients have the same name.
     """
     if not all(before):
-        warn("the names of clients in the run before are not known: clients are matched by number")
+        warn("the clients' names in the earlier run are unknown: clients are matched by number")
         gone = algorithm.tally and len(names) < len(before)
         both = torch.arange(0 if gone else min(len(names), len(before)))
         return both, both
-    for when, of in (("", names), ("in the run before ", before)):
+    for when, of in (("", names), ("in the earlier run ", before)):
         if twice := repeated(of):
             raise ValueError(
-                f"start matches clients by name, and {when}{twice}; give each a name of its own, "
-                "as from_arrays(client_ids=...) does; over Flower, a run that begins from "
+                f"start matches clients by name, but {when}{twice}; give each client its own name, "
+                "as from_arrays(client_ids=...) does; over Flower, a run that starts from "
                 "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()) matches "
                 "clients by number"
             )
     places = {name: place for place, name in enumerate(before)}
     new = [place for place, name in enumerate(names) if name in places]
-    log.info("%d of %d clients are known from the run before", len(new), len(names))
+    log.info("%d of %d clients are known from the earlier run", len(new), len(names))
     nameless = all(list(of) == generated(len(of)) for of in (names, before))
     if nameless and len(names) != len(before):
         warn(
-            f"the run before has {len(before)} clients and this one {len(names)}, none with a name "
-            "of its own: they are matched by their places ('client 0' with 'client 0'), which "
-            "mixes them up if one has left or joined before others; pass names=, or client_ids=, "
-            "to both runs, or here the names that the same clients had there",
+            f"the earlier run has {len(before)} clients and this one {len(names)}, none with its "
+            "own name: they are matched by position ('client 0' with 'client 0'), which is wrong "
+            "if a client has left or joined before others; pass names=, or client_ids=, to both "
+            "runs, or pass here the names that the clients had there",
         )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
         warn(
-            f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any "
-            "that were only renamed their old names",
+            f"clients {fresh[:5]} are new and {lost[:5]} of the earlier run are missing; use the "
+            "old names of clients that were only renamed",
         )
     if not new:
         warn(
-            "no client has the name of one in the run that this one starts from; all begin as new "
-            "ones"
+            "no client has the name of one in the run that this one starts from; all start as new "
+            "clients"
         )
     if algorithm.tally and len(new) < len(before):
         warn(
-            f"clients {lost[:5]} of the run before are gone, and the server holds a mean of what "
-            "all of them kept: all clients begin as new ones"
+            f"clients {lost[:5]} of the earlier run are missing, and the server has a mean of all "
+            "clients' private states: all clients start as new ones"
         )
         new = []
     return torch.tensor(new, dtype=torch.int64), torch.tensor(
@@ -361,8 +360,8 @@ def matched(
 
 
 def repeated(names: Sequence[str]) -> str:
-    """Say which clients have the same name, as `clients [0, 2] are all called 'ward'`; empty where
-    none do.
+    """Return a text that names clients with the same name, as `clients [0, 2] are all called
+    'ward'`; empty if there are none.
     """
     name, count = Counter(names).most_common(1)[0]
     return (
@@ -373,16 +372,16 @@ def repeated(names: Sequence[str]) -> str:
 
 
 def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return the server's tensor `now` with the rows of known clients, along each axis that counts
-    clients.
+    """Return the server's tensor `now` with the rows of known clients replaced, along each axis
+    that counts clients.
 
     Args:
-        one: The tensor at the start of a run of as many clients.
-        two: The same for one client more.
-        now: The tensor as clients never seen in training meet it.
-        then: The tensor of the run before.
+        one: The initial tensor in a run with this number of clients.
+        two: The same with one more client.
+        now: The tensor for clients never seen in training.
+        then: The tensor of the earlier run.
         new: Places of known clients now.
-        old: Their places then.
+        old: Their places in the earlier run.
     """
     axes = [
         axis
@@ -390,7 +389,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         if one.dim() == two.dim() and one.shape[axis] != two.shape[axis]
     ]
     if not axes or any(not then.shape[axis] for axis in axes):
-        # Nothing of single clients, or all of them were new themselves.
+        # It has no entries for single clients, or all of them were new.
         return now
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))

@@ -1,4 +1,4 @@
-"""The record of a run, which a simulation and a deployment share."""
+"""The record of a run, common to simulation and deployment."""
 
 import json
 from abc import ABC, abstractmethod
@@ -28,8 +28,8 @@ METHODS_START = "the method's own start"
 
 
 def in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Return words for the state from which a run begins, with a digest of that state and of the
-    clients' names.
+    """Describe the state from which a run starts, with a digest of that state and of the clients'
+    names.
     """
     return f"{what} (digest {digest_of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
@@ -37,8 +37,8 @@ def in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
 @in_own_modes
 @dataclass(frozen=True, kw_only=True)
 class Run(ABC):
-    """The state of a run after some rounds: what a `bayesfl.federation.run.result.Result` and a
-    `bayesfl.flower.Deployed` have in common.
+    """Hold the state of a run after some rounds: the common part of
+    `bayesfl.federation.run.result.Result` and `bayesfl.flower.Deployed`.
 
     Args:
         algorithm: The method.
@@ -46,11 +46,11 @@ class Run(ABC):
         round: Number of rounds done.
         server: The server's state.
         history: One row for each round.
-        device: The device that holds the state.
+        device: The device of the state.
         dtype: The precision of the state.
-        began: What the run began from, in words that differ for other states.
-        after: What was fitted after training: what clients have answered to the surveys of the
-            method's predictor, and the steps of calibration. Training empties it.
+        began: Description of the state from which the run started; differs between states.
+        after: Objects fitted after training: the clients' answers to the surveys of the method's
+            predictor, and the steps of calibration. Further training deletes them.
     """
 
     algorithm: Algorithm
@@ -66,19 +66,19 @@ class Run(ABC):
     @property
     @abstractmethod
     def called(self) -> tuple[str, ...]:
-        """Return the clients' names; empty text where a name is not known."""
+        """Return the clients' names; empty text if a name is unknown."""
 
     @property
     @abstractmethod
     def origin(self) -> str:
-        """Return words for this state, which differ for other states; a run that begins from it
-        keeps them.
+        """Return a description of this state, different for different states; a run that starts
+        from it stores the description.
         """
 
     @property
     def answers(self) -> Known:
-        """Return the last states of the surveys of the method's predictor, by their names; none
-        until clients are asked.
+        """Return the last states of the surveys of the method's predictor, by their names; empty
+        before the surveys.
         """
         return known_of(self.after, self.algorithm)
 
@@ -91,27 +91,27 @@ class Run(ABC):
 
     @property
     def posterior(self) -> PooledPosterior:
-        """Return the posterior of the server's network on the rows of all clients.
+        """Return the posterior of the server's network given all clients' rows.
 
         Raises:
-            ValueError: The method's predictor is no `PooledLaplace`, or clients were not asked.
+            ValueError: The method's predictor is not a `PooledLaplace`, or clients were not asked.
         """
         rule: Any = self.algorithm.predictor
         if not hasattr(rule, "question") or POOLED not in self.answers:
             raise ValueError(
-                "there is no pooled posterior; take that of result.laplace('last_layer'), or train "
+                "there is no pooled posterior; use that of result.laplace('last_layer'), or train "
                 "a method that has its predictor, dataclasses.replace(method, "
                 "predictor=bf.predictors.PooledLaplace())"
             )
         return rule.question(self.algorithm, self.server).posterior(self.answers[POOLED])
 
     def took_part(self, round: int) -> tuple[Any, ...]:
-        """Return the names of clients whose work is in the server's state of a round, counted from
-        1; numbers where names are not known.
+        """Return the names of clients whose work is in the server's state after a round, counted
+        from 1; numbers if names are unknown.
 
         Raises:
             KeyError: There was no such round.
-            ValueError: The cohorts are a secret of `ClientPrivacy`.
+            ValueError: The run uses `ClientPrivacy`, whose cohorts are secret.
         """
         taken = {row["round"]: row.get("cohort") for row in self.history}[round]
         drawn = self.settings.cohort(len(self.called), round - 1).tolist()
@@ -119,15 +119,15 @@ class Run(ABC):
         return tuple(self.called[j] or j for j in drawn if taken and j not in absent)
 
     def model(self) -> nn.Module:
-        """Return the server's network, at the means of its beliefs: a module of its own, in
-        evaluation mode.
+        """Return the server's network at the posterior means: a separate module, in evaluation
+        mode.
 
-        It is what clients have in common, as a start for other training or for a client with no
-        data of its own. Over a network each client's own model is on its node, where
-        `bayesfl.load_client` reads it.
+        It is the clients' common model, a start for other training or for a client without own
+        data. Over a network each client's own model is on its node, where `bayesfl.load_client`
+        reads it.
 
         Raises:
-            ValueError: The server holds no whole network, or several.
+            ValueError: The server has no complete network, or several.
         """
         like = torch.ones((), dtype=self.dtype, device=self.device)
         return server_module(self.algorithm, self.server, len(self.called), like)

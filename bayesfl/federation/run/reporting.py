@@ -1,5 +1,5 @@
-"""Reports of runs: one page with the settings, the data, how the run learnt, what it measures by
-client, and what was sent.
+"""Reports of runs: one page with the settings, the data, learning curves, measures by client, and
+the amount of data sent.
 """
 
 import inspect
@@ -35,12 +35,12 @@ HEADLINE = (
     "set_size",
     "width",
 )
-"""Measures of test data that stand large at the head of a report, where there are some."""
+"""Measures of test data at the top of a report, if available."""
 WITHOUT = (
     "Measures by client and reliability diagrams need the clients' data: load the run with them, "
     "and write its report by result.report(path)."
 )
-BEFORE = "Measures are of training, before the steps of calibration."
+BEFORE = "Measures are from training, before the steps of calibration."
 
 
 def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: Any = None) -> None:
@@ -48,8 +48,8 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
 
     Args:
         path: The file.
-        found: What a saved run holds, as `bayesfl.federation.store.files.read` returns it.
-        run: The run itself, for what its method and its data tell; None where it is not known.
+        found: The content of a saved run, as `bayesfl.federation.store.files.read` returns it.
+        run: The run itself, for information on its method and data; None if not available.
     """
     known, settings, history = found["known"], found["settings"], found["history"]
     source = known.source if isinstance(known, Outline) else known.source.name
@@ -63,7 +63,7 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
         rows = measures.table(run.known.client_names)
         means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
-        told = "Every client's own model on its own test rows. A click on a title sorts."
+        told = "Every client's own model on its own test rows. Click a title to sort."
         foot = ["total rows, mean measures", int(np.sum(rows["examples"])), *means]
         measured = [
             Section("Clients", f"<p>{told}</p>" + table(shown, foot=foot)),
@@ -83,12 +83,12 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
 
 
 def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
-    """Write the report of a run over a network, as its server has it: measures are of the clients
-    that share theirs.
+    """Write the report of a run over a network from the server's data: measures are from the
+    clients that share theirs.
 
     Args:
         path: The file.
-        found: What a deployment's checkpoint holds, as `bayesfl.federation.store.files.read`
+        found: The content of a deployment's checkpoint, as `bayesfl.federation.store.files.read`
             returns it.
     """
     measures, names = found["measures"], dict(enumerate(found["names"]))
@@ -106,12 +106,12 @@ def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]
 
 
 def _steps(found: Mapping[str, Any]) -> list[Fitted]:
-    """Return the steps of calibration among what was fitted after training."""
+    """Return the steps of calibration among the objects fitted after training."""
     return [one for one in found["after"] if isinstance(one, Fitted)]
 
 
 def _last(history: History) -> dict[str, Any]:
-    """Return the last measures of a history that stand at the head of a report."""
+    """Return the last measures of a history that appear at the top of a report."""
     evaluated = [row for row in history if any(key.startswith("personal_") for key in row)]
     last = {
         key.removeprefix("personal_"): value for row in evaluated[-1:] for key, value in row.items()
@@ -120,7 +120,7 @@ def _last(history: History) -> dict[str, Any]:
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    """Return the method's name in print."""
+    """Return the method's name for display."""
     from bayesfl.algorithms import PAPERS
 
     name = found["algorithm"]["method"]
@@ -136,7 +136,7 @@ def _about(found: Mapping[str, Any], run: Any) -> list[Section]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """Return the defaults of a method of the library; a file holds other options alone."""
+    """Return the defaults of a library method; a file has only the options that differ."""
     from bayesfl.algorithms import PAPERS
 
     known = inspect.signature(PAPERS[name][0]).parameters if name in PAPERS else {}
@@ -173,7 +173,7 @@ def _settings(found: Mapping[str, Any]) -> str:
 
 
 def _words(said: Any) -> str:
-    """Return in words what `bayesfl.base.described` says of a value."""
+    """Return a description of `bayesfl.base.described` as readable text."""
     if isinstance(said, Mapping):
         name = said.get("class", said.get("name"))
         name = _words(name) if name else ""
@@ -212,9 +212,7 @@ def _data(known: FederatedData | Outline) -> str:
             taken = {"client", *rows}
             heads = [f"label {name}" if name.isdigit() or name in taken else name for name in names]
             classes = dict(zip(heads, labels.T, strict=True))
-            caption = (
-                "Rows in each split, and training rows of each label: darker where there are more."
-            )
+            caption = "Rows in each split, and training rows of each label: darker means more."
     rows |= classes
     foot = ["all", *(int(np.sum(column)) for column in rows.values())]
     columns = {"client": outline.client_names, **rows}
@@ -222,7 +220,7 @@ def _data(known: FederatedData | Outline) -> str:
 
 
 def _curves(history: History) -> list[Section]:
-    """Draw the measures that sum a run up, and those that it recorded of its clients."""
+    """Plot the main measures, and those that the run recorded for each client."""
     recorded = dict.fromkeys(column for of in history.recorded.values() for column in of)
     own = [
         picture(plots.client_curves(history, column).figure, f"{in_prose(column)} of every client")
@@ -233,8 +231,8 @@ def _curves(history: History) -> list[Section]:
 
 
 def curves(histories: Mapping[str, list[History]], more: Sequence[str] = ()) -> list[Section]:
-    """Draw the measures that sum runs up against their rounds, where each method has two at least
-    under every seed, and show further pictures behind them.
+    """Plot the main measures against the rounds, if each method has at least two values under every
+    seed, and show further pictures after them.
     """
     drawn = [
         picture(
@@ -249,7 +247,7 @@ def curves(histories: Mapping[str, list[History]], more: Sequence[str] = ()) -> 
 
 
 def _evaluated(seeds: list[History], column: str) -> set[float]:
-    """Return the rounds in which a measure is known under every seed."""
+    """Return the rounds in which a measure is available under every seed."""
     return set[float].intersection(
         *(
             set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
@@ -259,7 +257,7 @@ def _evaluated(seeds: list[History], column: str) -> set[float]:
 
 
 def _recorded(history: History, outline: Outline) -> str:
-    """Return the table of what the run itself recorded of its clients; nothing where it did not."""
+    """Return the table of measures that the run recorded for each client, if any."""
     if not history.recorded:
         return ""
     round, last = max(history.recorded.items())
@@ -274,7 +272,7 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
     if every.probs is not None:
         drawn = plots.reliability(every.probs, every.labels)
         counts, names = known.clients.counts, predicted.predictions.names
-        first = counts.nonzero().flatten()[:12]  # they have the first rows
+        first = counts.nonzero().flatten()[:12]  # these have most rows
         some = padded(every.at(slice(int(counts[first].sum()))), Segments(counts[first]))
         called = names and [names[j] for j in first.tolist()]
         own = plots.reliability(some.probs, some.labels, some.mask, by="client", names=called)[0]
@@ -286,28 +284,28 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
         drawn = plots.interval_reliability((*flat, kind))
     else:  # intervals of one level
         return []
-    all_of = "<p>Of all clients' test rows together.</p>" + picture(drawn.figure, "reliability")
+    all_of = "<p>All clients' test rows together.</p>" + picture(drawn.figure, "reliability")
     return [Section("Reliability", all_of + told)]
 
 
 def _coverage(run: Any, predicted: Predictions) -> list[Section]:
-    """Show by client how often the sets or intervals that calibration has made hold the truth."""
+    """Show the coverage of calibrated sets or intervals by client."""
     if predicted.level is None or run.settings.sampling == "poisson":
         return []
     audit = run.audit()
     kept = ("client", "rows", "coverage", "coverage_low", "coverage_high", "size", "width")
     shown = {key: of for key, of in audit.columns().items() if key in kept}
-    told = f"<p>Sets or intervals promise to hold the truth with probability {audit.level:g}.</p>"
+    told = f"<p>Sets or intervals should contain the truth with probability {audit.level:g}.</p>"
     drawn = picture(plots.coverage(audit), "coverage by client")
     counts = table({in_prose(key).removeprefix("coverage "): of for key, of in shown.items()})
-    if len(audit.units) > 40:  # too wide a picture for half a page
+    if len(audit.units) > 40:  # the picture is too wide for half a page
         return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
     return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
 
 
 def _sent(found: Mapping[str, Any], run: Any) -> str:
-    """Say what left clients in training: totals of the history, and each tensor where the method is
-    known.
+    """Return a section on the data that clients sent in training: totals of the history, and each
+    tensor if the method is known.
     """
     history, settings = found["history"], found["settings"]
     told: dict[str, Any] = {}
@@ -332,6 +330,6 @@ def _sent(found: Mapping[str, Any], run: Any) -> str:
         "numbers": numbers,
         "bytes": bytes_,
     }
-    caption = "What a client sends after each round in which it trains."
+    caption = "Tensors that a client sends after each round in which it trains."
     foot = ["all", "", sum(numbers), sum(bytes_)]
     return facts(told) + (table(columns, caption=caption, foot=foot) if sent else "")

@@ -65,30 +65,30 @@ from bayesfl.posteriors.pooled import Structure
 @in_own_modes
 @dataclass(frozen=True)
 class Result(Run):
-    """The state of a federation after some rounds, with all that its predictions need.
+    """Hold the state of a federation after some rounds; predict, calibrate, adapt and save.
 
-    What it shares with a deployment's is in `bayesfl.federation.run.record.Run`.
+    The members that it shares with a deployment are in `bayesfl.federation.run.record.Run`.
 
     Args:
         algorithm: The method.
-        known: The clients' data; their outline, where the run was loaded without them.
+        known: The clients' data, or their outline if the run was loaded without data.
         settings: The run's settings.
         engine: How the run was computed, with its chunk size fixed.
         round: Number of rounds done.
         server: The server's state.
         private: The clients' private states, [J, ...] each.
         history: One row for each round.
-        device: The device that holds the state, and computes and holds predictions.
+        device: The device of the state, which also computes and holds predictions.
         dtype: The precision of the state.
-        novel: Whether the clients joined after training, by `adapt`; then the result predicts, but
+        novel: Whether the clients joined after training, by `adapt`; such a result can predict, but
             training cannot continue from it.
-        tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as
-            where bad clients are skipped; otherwise it raises `DivergenceError`.
-        began: What the run began from, in words that differ for other states.
-        after: What was fitted after training: what clients have answered to the surveys of the
-            method's predictor, and the steps of calibration. Answers count for the way of
-            predicting that they were given for; for another one, as `replace(result,
-            algorithm=...)` gives, clients are asked anew. Training empties it.
+        tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as in
+            runs that skip bad clients; otherwise `DivergenceError` is raised.
+        began: Description of the state from which the run started; differs between states.
+        after: Objects fitted after training: the clients' answers to the surveys of the method's
+            predictor, and the steps of calibration. Answers are valid for the method as it
+            predicted then; for another one, from `replace(result, algorithm=...)`, clients are
+            asked again. Further training deletes them.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -141,7 +141,7 @@ class Result(Run):
 
     @property
     def origin(self) -> str:
-        """Return words for this state, see `Run.origin`."""
+        """Return a description of this state, see `Run.origin`."""
         what = f"round {self.round} of a run with seed {self.settings.seed}"
         return in_words(what, self.called, {"server": self.server, "private": self.private})
 
@@ -151,10 +151,10 @@ class Result(Run):
 
     @property
     def tuned(self) -> float | None:
-        """Return the number of the method's predictor that best fits the validation data of all
-        clients, as FedSI's predictive precision.
+        """Return the number that the method's predictor tunes on the validation data of all
+        clients, such as FedSI's predictive precision.
 
-        None where the method's predictor has no such number.
+        None if the method's predictor tunes none.
 
         Raises:
             ValueError: The data have no validation split, or no candidate gives finite predictions.
@@ -165,12 +165,12 @@ class Result(Run):
     @cached_property
     def answers(self) -> Known:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the last states of the surveys that the method's predictor needs, by their names;
-        clients are asked where they were not.
+        missing surveys are conducted.
 
         Raises:
-            ValueError: As by `tuned`; the result was loaded without its clients' data, or as by
-                `PooledCurvature`.
-            DivergenceError: As by `tuned`.
+            ValueError: See `tuned` and `PooledCurvature`; or the result was loaded without its
+                clients' data.
+            DivergenceError: See `tuned`.
         """
         return self._answered(None)
 
@@ -186,8 +186,8 @@ class Result(Run):
             return answered(self.algorithm, self.server, known, here)
 
     def _answers(self) -> tuple[Answer, ...]:
-        """Return what clients have answered, for which they are asked where they were not; a number
-        stays open where there are no data to tune it on.
+        """Return the clients' answers, after conducting missing surveys; a tuned number stays
+        undetermined without data to tune it on.
         """
         if tuning.together(self.algorithm) and (
             isinstance(self.known, Outline) or not tuning.tunable(self.data)
@@ -201,8 +201,8 @@ class Result(Run):
         return State(self.server, self.private, self.round)
 
     def local(self, splits: Mapping[str, ClientData]) -> Local:
-        """Return the local work of clients with these splits of their data, on the run's device and
-        in its precision.
+        """Return an object for the clients' local work with these splits of their data, on the
+        run's device and in its precision.
         """
         refuse_changed(self.algorithm.model)
         return Local(
@@ -219,22 +219,22 @@ class Result(Run):
     @suggests
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Predict with every client's own model on a split of its data, after aggregation (and
-        fine-tuning, where the method has it).
+        fine-tuning, if the method fine-tunes).
 
         Args:
-            split: One of the splits of `data`, or a part of one, whose inputs may have been
-                changed; None for the test split.
+            split: One of the splits of `data`, or a part of one, possibly with modified inputs;
+                None for the test split.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses
                 the number of the method's paper.
 
         Raises:
-            TypeError: `split` is no `ClientData`.
-            ValueError: The split has no examples, other inputs or other columns, or is of other
-                clients; `draws` is not a whole number >= 1; or the method's predictor has to be
-                tuned and the data have no validation split.
+            TypeError: `split` is not a `ClientData`.
+            ValueError: The split has no examples, other inputs, columns or clients; `draws` is not
+                an integer >= 0; or the method's predictor must be tuned but the data have no
+                validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
-            MemoryError: Padded to the longest client they need more bytes than there are; `table`
-                and `audit` pad nothing.
+            MemoryError: The predictions, padded to the longest client, exceed the memory; `table`
+                and `audit` use no padding.
         """
         if split is not None:
             instance(
@@ -244,10 +244,10 @@ class Result(Run):
         return replace(found.padded(), class_names=self.known.class_names)
 
     def known_of(self, split: ClientData, draws: int | None = None) -> LocalPredictions:
-        """Return what `predict` does, row after row.
+        """Return the predictions of `predict` without padding, row after row.
 
         Raises:
-            ValueError: As by `predict`; or the steps of calibration were fitted to another way of
+            ValueError: See `predict`; or the steps of calibration were fitted for another way of
                 predicting.
         """
         data = self.data.to(self.device, self.dtype)
@@ -262,25 +262,25 @@ class Result(Run):
 
     @suggests
     def table(self, split: str = "test", *, draws: int | None = None) -> Any:
-        """Return every measure of every client's predictions of a split, as a data frame of pandas
-        with a row for each client, by its name.
+        """Return every measure of every client's predictions on a split, as a pandas data frame
+        with a row for each client, indexed by name.
 
         Args:
-            split: Name of the split that is predicted, as `validation`.
-            draws: As in `predict`.
+            split: Name of the split, such as `validation`.
+            draws: See `predict`.
 
         Returns:
-            Columns `train_rows`, `test_rows` and so on, the client's rows in each split; then of
-            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; of numbers
+            Columns `train_rows`, `test_rows` and so on, the client's rows in each split. For
+            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; for numbers
             `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90` and `width_90`, the mean width of
-            90% intervals; of intervals `rmse`, `pinball`, `coverage`, `width` and `interval_score`;
-            and what steps of calibration add, as `coverage` and `set_size`. NaN for a client
-            without rows in the split.
+            90% intervals; for intervals `rmse`, `pinball`, `coverage`, `width` and
+            `interval_score`; and the measures of steps of calibration, such as `coverage` and
+            `set_size`. NaN for a client without rows in the split.
 
         Raises:
             KeyError: The data have no such split.
-            ValueError: As by `predict`.
-            DivergenceError: As by `predict`.
+            ValueError: See `predict`.
+            DivergenceError: See `predict`.
         """
         import pandas as pd
 
@@ -294,19 +294,19 @@ class Result(Run):
     def local_predictions(
         self, *splits: ClientData, draws: int | None = None, steps: Sequence[Step] = ()
     ) -> tuple[LocalPredictions, ...]:
-        """Return what clients know of themselves on splits, before any step of calibration; they
-        fine-tune once for all.
+        """Return the clients' predictions on splits for surveys, before any step of calibration;
+        clients fine-tune once for all splits.
 
         Args:
             *splits: The splits, on the run's device and in its precision.
-            draws: As in `predict`.
-            steps: Steps of calibration that are to read it, beside the result's own, by which it
-                holds what they need.
+            draws: See `predict`.
+            steps: Further steps of calibration that will read the predictions; these include the
+                data that the steps need.
         """
         current().agree(lambda: {"rows to predict": [*map(_marks, splits)]})
         reads = [*steps, *(one.step for one in self.steps)]
         local = self.local(self.data.to(self.device, self.dtype).splits)
-        # The means of beliefs need no answers; those of clients' own heads have them.
+        # The posterior means need no surveys, except those of clients' own heads.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
@@ -316,28 +316,28 @@ class Result(Run):
         )
 
     def calibrate(self, *steps: Step, aggregation: surveying.Adder | None = None) -> "Result":
-        """Return the federation with its predictions calibrated: steps are fitted one after the
-        other, by surveys of the clients.
+        """Return the federation with calibrated predictions: steps are fitted one after another, by
+        surveys of the clients.
 
-        `predict` and `client` apply them from then on, and `save` keeps them. What a client's own
-        data determine never leaves it.
+        `predict` and `client` then apply them, and `save` stores them. Parameters that a client
+        fits to its own data never leave it.
 
         Args:
-            *steps: Steps of `bf.calibration`, as `Temperature()`, or others with the members of its
-                `Step`; after those that the result has already.
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly.
+            *steps: Steps of `bf.calibration`, such as `Temperature()`, or others with the members
+                of its `Step`; they follow the steps that the result already has.
+            aggregation: How the clients' answers are added, such as `SecureSum()`; None adds them
+                in the clear.
 
         Raises:
-            TypeError: Something is no step, or the aggregation cannot add answers.
-            ValueError: There is no such split, a step does not fit the task, an answer is outside
+            TypeError: Something is not a step, or the aggregation cannot add answers.
+            ValueError: The split does not exist, a step does not fit the task, an answer is outside
                 the aggregation's range, or a step asks for sums after training under
                 `ClientPrivacy`.
 
         Warns:
-            UserWarning: Sets are made on a split to which another step was fitted, a step on
-                training or test rows, the data do not bound a temperature, or a step makes the loss
-                of validation rows, or of others that a step reads, larger.
+            UserWarning: Sets are made on a split to which another step was fitted, a step is fitted
+                to training or test rows, the data do not bound a temperature, or a step increases
+                the loss of validation rows or of other rows that a step reads.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_reading(self)
@@ -345,7 +345,7 @@ class Result(Run):
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
         if wanted and "validation" in splits and splits["validation"].counts.any():
-            wanted.setdefault("validation", splits["validation"])  # on which steps are judged
+            wanted.setdefault("validation", splits["validation"])  # to evaluate the steps
         predicted = dict(
             zip(wanted, self.local_predictions(*wanted.values(), steps=steps), strict=True)
         )
@@ -364,43 +364,45 @@ class Result(Run):
         pattern: Pattern = "*",
         aggregation: surveying.Adder | None = None,
     ) -> "Result":
-        """Return the federation with the posterior of the server's network that a Laplace
-        approximation of all clients' training rows has: clients' curvatures are summed.
+        """Return the federation with a Laplace approximation of the server's network from all
+        clients' training rows: the clients' curvatures are summed.
 
-        Every client predicts by that one posterior, linearised, and so do clients that `adapt`
-        brings; `posterior` is it, and `save` keeps it. Training goes on from the result before.
+        Every client predicts with this one posterior, linearised, and so do clients added by
+        `adapt`. The posterior is available as `posterior`, and `save` stores it. To train further,
+        use the original result.
 
-        The posterior is right only around a mode of likelihood times prior: train until the loss no
-        longer falls, with weight_decay = precision / rows of all clients. Predictions may be too
-        unsure, most of all under `diagonal`: `calibrate(bf.calibration.Temperature())` fits a
-        temperature to them on validation rows.
+        The posterior is valid only around a mode of likelihood times prior: train until the loss
+        stops decreasing, with weight_decay = precision / rows of all clients. Predictions may be
+        underconfident, most of all under `diagonal`: `calibrate(bf.calibration.Temperature())` fits
+        a temperature to them on validation rows.
 
-        Each client is asked once and sends eight bytes a number: D (D + 1) / 2 numbers of D weights
-        under `last_layer` and `full` (4.1 MB of a last layer of 100 inputs and 10 classes), D under
-        `diagonal`, and under `kfac` I (I + 1) / 2 + O (O + 1) / 2 of a layer from I to O (41
-        kB of that layer, pattern="head.*"); and its number of rows and their log likelihood.
+        Each client answers once and sends eight bytes for each number: D (D + 1) / 2 numbers for D
+        weights under `last_layer` and `full` (4.1 MB for a last layer of 100 inputs and 10
+        classes), D under `diagonal`, and under `kfac` I (I + 1) / 2 + O (O + 1) / 2 for a layer
+        from I to O (41 kB for that layer, pattern="head.*"); and its number of rows and their log
+        likelihood.
 
         Args:
-            structure: As in `bf.predictors.PooledLaplace`.
-            precision: As in `bf.predictors.PooledLaplace`.
-            pattern: As in `bf.predictors.PooledLaplace`.
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly.
+            structure: See `bf.predictors.PooledLaplace`.
+            precision: See `bf.predictors.PooledLaplace`.
+            pattern: See `bf.predictors.PooledLaplace`.
+            aggregation: How the clients' answers are added, such as `SecureSum()`; None adds them
+                in the clear.
 
         Raises:
             TypeError: The likelihood's curvature is not known, or the aggregation cannot add
                 answers.
-            ValueError: The server holds no whole network, or several; the network cannot be covered
-                in this way; the run was trained under `ClientPrivacy`; or its clients joined after
-                training, by `adapt`, or it was loaded without their data.
-            MemoryError: The curvature needs more bytes than there are.
+            ValueError: The server has no complete network, or several; the structure does not
+                support the network; the run was trained under `ClientPrivacy`; or its clients
+                joined after training, by `adapt`, or it was loaded without their data.
+            MemoryError: The curvature exceeds the memory.
 
         Warns:
-            UserWarning: The loss of validation rows is larger than by the network alone.
+            UserWarning: The loss of validation rows is larger than for the network alone.
 
         References:
-            Daxberger et al., "Laplace Redux", NeurIPS 2021, whose laplace-torch makes the same of
-            the pooled rows.
+            Daxberger et al., "Laplace Redux", NeurIPS 2021; their laplace-torch computes the same
+            from the pooled rows.
 
         Example:
             >>> import bayesfl as bf
@@ -414,11 +416,11 @@ class Result(Run):
         """
         if self.novel:
             raise ValueError(
-                "these clients joined after training, and the posterior is that of the clients "
-                "that trained: take the federation's own result.laplace(), then adapt(novel)"
+                "these clients joined after training, but the posterior belongs to the clients "
+                "that trained: use the federation's own result.laplace(), then adapt(novel)"
             )
         rule = PooledLaplace(structure, precision, pattern)
-        self.model()  # raises where the server has not one network
+        self.model()  # raises if the server does not have exactly one network
         made = self._by(pooling.servers_method(self.algorithm, rule), aggregation)
         held = self.data.to(self.device, self.dtype).splits.get("validation")
         if held is not None and held.counts.any() and self.known.task == "classification":
@@ -427,7 +429,7 @@ class Result(Run):
         return made
 
     def _by(self, method: Algorithm, aggregation: surveying.Adder | None) -> "Result":
-        """Return the federation by a method that trains nothing, with what its predictor asks."""
+        """Return the federation with a method that trains nothing, after its surveys."""
         server = pooling.servers_state(self.algorithm, self.server, method)
         question = next_question(method, server, {})
         assert question is not None
@@ -436,43 +438,43 @@ class Result(Run):
         return replace(made, after=answers_of(made._answered(aggregation), method))
 
     def heads(self, *, aggregation: surveying.Adder | None = None) -> "Result":
-        """Return the federation with heads of clients' own on the bodies that it has trained: last
-        layers w_j ~ N(w, diag tau^2), each with a Gaussian of all its weights by its own rows.
+        """Return the federation with clients' own heads on the trained bodies: last layers w_j ~
+        N(w, diag tau^2), each with a Gaussian posterior of all its weights given its own rows.
 
-        Mean w and tau, one for each tensor of the layer, are found by a handful of questions whose
-        answers are sums over clients; nothing is trained. The Gaussians have the uncertainty of w
-        and tau in them. Clients predict by the outputs' Gaussians, in closed form. Validation
-        rows, where there are some, choose a multiple of tau, and how much of the uncertainty
-        predictions have: all, half or none, as Gaussians of many weights may predict worse than
-        their means. A client's head is made of its training rows whenever it predicts, and so is
-        that of clients that `adapt` brings. Over Flower, `bayesfl.flower.serve` asks the same
-        questions, of `bf.with_heads(method)`.
+        Mean w and tau, one for each tensor of the layer, are estimated by a few surveys whose
+        answers are sums over clients; nothing is trained. The Gaussians include the uncertainty of
+        w and tau. Clients predict from the outputs' Gaussians, in closed form. If there are
+        validation rows, they select a multiple of tau, and the share of the uncertainty in
+        predictions: all, half or none, because Gaussians of many weights may predict worse than
+        their means. A client's head is computed from its training rows whenever it predicts, also
+        for clients added by `adapt`. Over Flower, `bayesfl.flower.serve` with
+        `bf.with_heads(method)` conducts the same surveys.
 
         Args:
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly. One is D^2 numbers for a layer of D weights, in each of some ten to thirty
-                questions.
+            aggregation: How the clients' answers are added, such as `SecureSum()`; None adds them
+                in the clear. An answer has D^2 numbers for a layer of D weights, in each of about
+                ten to thirty questions.
 
         Raises:
-            ValueError: No linear layer is known to make the outputs, clients have no body in
-                common, an answer is outside the aggregation's range, or the federation was trained
+            ValueError: There is no linear layer that makes the outputs, clients have no common
+                body, an answer is outside the aggregation's range, or the federation was trained
                 under `ClientPrivacy`.
         """
         return self._by(pooling.with_heads(self.algorithm), aggregation)
 
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
-        """Ask the clients about their own predictions, as this result makes them, and return
+        """Conduct a survey of the clients' own predictions, as this result makes them, and return
         the survey's last state.
 
         Args:
-            survey: The question, see `bayesfl.base.surveys.Survey`.
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly.
+            survey: The survey, see `bayesfl.base.surveys.Survey`.
+            aggregation: How the clients' answers are added, such as `SecureSum()`; None adds them
+                in the clear.
 
         Raises:
-            TypeError: It is no survey, or the aggregation cannot add answers.
-            ValueError: There is no such split; or an answer has another shape than the survey
-                declares, or is not finite.
+            TypeError: `survey` is not a survey, or the aggregation cannot add answers.
+            ValueError: The split does not exist; or an answer differs in shape from the survey's
+                declaration, or is not finite.
         """
         outputs = surveying.about(self, [survey])
         predicted = self.known_of(surveying.asked(survey, self.data.splits))
@@ -491,29 +493,29 @@ class Result(Run):
         """Audit the predictions by client, label or group: coverage, set sizes, accuracy and
         calibration error, with exact intervals.
 
-        It is a survey: of each unit the server learns counts and sums over all clients; by client
-        they are each client's own.
+        The audit is a survey: for each unit the server receives counts and sums over all clients;
+        by client they are each client's own.
 
         Args:
-            split: The split that is predicted, which must have been used for nothing else.
-            by: What the rows of the table are.
-            groups: For each client the group of every row of its split, as text, numbers or truth
-                values, None for no group; a function that makes these of a client's inputs before
-                any transform, see `Columns.values`; or a column of `from_frame`.
-            delta: Probability with which any of a column's intervals may miss, in (0, 1).
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly.
+            split: The split that is predicted; it must not have been used for anything else.
+            by: The unit of the table's rows.
+            groups: For each client the group of every row of its split, as text, numbers or bools,
+                None for no group; a function that computes these from a client's inputs before any
+                transform, see `Columns.values`; or a column of `from_frame`.
+            delta: Probability that any of a column's intervals misses, in (0, 1).
+            aggregation: How the clients' answers are added, such as `SecureSum()`; None adds them
+                in the clear.
 
         Raises:
             TypeError: The aggregation cannot add answers.
-            ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of
-                range.
+            ValueError: The split does not exist, `by` or `groups` does not fit, or `delta` is out
+                of range.
         """
         rows = surveying.asked(Counting("group", (), split), self.data.splits)
         if split == "train" or split in {one.step.split for one in self.steps}:
             warn(
                 f"the split {split!r} was used for training or calibration, so the audit is too "
-                "favourable; audit rows that had no part in either"
+                "favourable; audit rows that were used for neither"
             )
         survey = units(self.data, split, rows, by, groups)
         outputs = surveying.about(self, [survey])
@@ -530,17 +532,17 @@ class Result(Run):
         """Return the federation with clients never seen in training: their state starts from the
         server's and is adapted once.
 
-        The server's entries for single clients are made anew for them (`Algorithm.newcomers`). The
-        new result predicts, and can be saved; training cannot continue from it. Schedules are read
-        at the present round; a warning says where a rate has fallen below a tenth.
+        The server's entries for single clients are initialised for them (`Algorithm.newcomers`).
+        The new result can predict and can be saved; training cannot continue from it. Schedules
+        are evaluated at the present round; a warning is issued if a rate has fallen below a tenth.
 
         Args:
             novel: The new clients' data; the method's `adapt` phases use their training data.
 
         Raises:
-            TypeError: `novel` is no `FederatedData`.
-            ValueError: Their inputs, transform, outputs, task, columns or class names differ from
-                the federation's, or these names' order.
+            TypeError: `novel` is not a `FederatedData`.
+            ValueError: Their inputs, transform, outputs, task, columns or class names, or the order
+                of these names, differ from the federation's.
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
@@ -549,8 +551,8 @@ class Result(Run):
         kept = [name for name in algorithm.parts if algorithm.blocks[name].keep]
         if kept and not algorithm.adapt:
             raise ValueError(
-                f"each client predicts with its own {kept}, and the method has no `adapt` phases, "
-                "by which a new client would learn them; give it some, as "
+                f"each client predicts with its own {kept}, but the method has no `adapt` phases "
+                "for a new client to learn them; add some, as "
                 "dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
         self._warn_of_slow_rates()
@@ -571,7 +573,7 @@ class Result(Run):
         return replace(new, after=(*new.after, *self._settled(new, moved))) if self.steps else new
 
     def _warn_of_slow_rates(self) -> None:
-        """Warn where the rate of a phase of `adapt` has fallen below a tenth of its first."""
+        """Warn if the rate of a phase of `adapt` has fallen below a tenth of its first value."""
         rounds = self.settings.rounds
         at = 0, min(self.round, rounds - 1)  # as in `Algorithm.given`
         rates = [
@@ -591,8 +593,8 @@ class Result(Run):
             )
 
     def _settled(self, new: "Result", novel: FederatedData) -> tuple[Fitted, ...]:
-        """Return the steps of calibration with the new clients' own parameters, by their rows in
-        the steps' splits, where they have some.
+        """Return the steps of calibration with the new clients' own parameters, fitted to their
+        rows in the steps' splits, if they have any.
 
         Args:
             new: The federation with the new clients, without steps.
@@ -611,7 +613,7 @@ class Result(Run):
     def client(self, client: int | str) -> ClientModel:
         """Return a client's own model, which predicts for new rows and can be saved.
 
-        It is fine-tuned once where the method does so before it predicts. Later training of this
+        It is fine-tuned once if the method fine-tunes before prediction. Later training of this
         federation does not change it.
 
         Args:
@@ -620,7 +622,7 @@ class Result(Run):
         Raises:
             TypeError: `client` is neither.
             ValueError: There is no such client, or a number is the name of another; or the model
-                needs training data, which this result was loaded without, or validation data to
+                needs training data, without which this result was loaded, or validation data to
                 tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
@@ -630,7 +632,7 @@ class Result(Run):
         if isinstance(self.known, Outline) and needs_data(self.algorithm):
             raise ValueError(
                 f"{name!r} needs its training data, for fine-tuning or for the method's predictor, "
-                "and this result was loaded without them; bf.load(path, algorithm, clients) loads "
+                "but this result was loaded without them; bf.load(path, algorithm, clients) loads "
                 "it with them, bf.load_client reads a client's own file"
             )
         if isinstance(self.known, Outline):
@@ -661,7 +663,7 @@ class Result(Run):
         )
 
     def _unadapted(self, j: int) -> tuple[Server, View]:
-        """Return what client j received and its view before any phase, [1, ...]."""
+        """Return the state that client j received and its view before any phase, [1, ...]."""
         refuse_changed(self.algorithm.model)
         got = self.state.received(self.algorithm, np.array([j]))
         given = self.algorithm.given(got.common, self.round, self.settings.rounds)
@@ -673,19 +675,19 @@ class Result(Run):
         """Write every client's model into a folder of its name in the folder `path`; `load_client`
         reads them.
 
-        Where the method's predictor needs training data (FedSI's), a client's file is as
-        confidential as these and must not leave the client, see `ClientModel.save`; `plug_in=True`
-        is for files that are to leave.
+        If the method's predictor needs training data (FedSI), a client's file is as confidential as
+        these and must not leave the client, see `ClientModel.save`; use `plug_in=True` for files
+        that will leave.
 
         Args:
-            path: The folder, made if it does not exist.
-            plug_in: Whether to store the means of the beliefs alone, without the covariances made
-                of training data.
+            path: The folder, created if it does not exist.
+            plug_in: Whether to store only the posterior means, without the covariances computed
+                from training data.
 
         Raises:
             TypeError: `path` is neither text nor a path.
-            ValueError: `path` is empty, or a client's name cannot be that of a folder; nothing is
-                written then. Or as by `client` and `ClientModel.save`.
+            ValueError: `path` is empty, or a client's name cannot be a folder name (nothing is
+                written then); or see `client` and `ClientModel.save`.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         inside, names = folder("path", path), self.known.client_names
@@ -695,29 +697,29 @@ class Result(Run):
 
     @declared
     def samples(self, client: int | str, block: str, *, draws: Count = 1000) -> Samples:
-        """Draw from a client's posterior of a block; its other blocks stay at the means of their
-        beliefs.
+        """Draw from a client's posterior of a block; its other blocks stay at their posterior
+        means.
 
-        A block with M copies has them as the third axis, [1, S, M, D], and no single network that
-        predicts.
+        For a block with M copies these are the third axis, [1, S, M, D], and there is no single
+        network that predicts.
 
         Args:
             client: The client's name, or its number.
             block: A block whose posterior has an entropy.
-            draws: Number of draws S; they are independent, so they make one chain.
+            draws: Number of draws S; they are independent and form one chain.
 
         Raises:
-            ValueError: There is no such client or block, or the block has nothing to draw.
+            ValueError: There is no such client or block, or the block's posterior is a point.
         """
         j, algorithm = place(client, self.known.client_names), self.algorithm
         if not algorithm.blocks[block].stochastic:
             drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
             raise ValueError(
-                f"block {block!r} is a point and has no draws; the blocks with a distribution "
-                f"are {drawn}"
+                f"the posterior of block {block!r} is a point, without draws; the blocks with a "
+                f"distribution are {drawn}"
             )
         view = (
-            self.client(j).view  # whose beliefs may be made of answers
+            self.client(j).view  # its posteriors may depend on answers
             if hasattr(algorithm.predictor, "asks")
             else tree_map(lambda t: t[0], self._unadapted(j)[1])
         )
@@ -741,7 +743,7 @@ class Result(Run):
     @declared
     def to_arviz(self, client: int | str, block: str, *, draws: Count = 1000) -> Any:
         """Return `samples` of a client's posterior of a block as ArviZ's InferenceData, with one
-        variable for each parameter, [chain, draw, ...]; of M copies [chain, draw, M, ...].
+        variable for each parameter, [chain, draw, ...]; for M copies [chain, draw, M, ...].
 
         Args:
             client: The client's name, or its number.
@@ -749,20 +751,20 @@ class Result(Run):
             draws: Number of draws S.
 
         Raises:
-            ValueError: As by `samples`.
+            ValueError: See `samples`.
             ImportError: ArviZ is not installed.
         """
         return self.samples(client, block, draws=draws).to_arviz()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, the settings and the history into the folder `path`, from which
-        `bf.load` reads them.
+        """Write the state, the settings and the history into the folder `path`; `bf.load` reads
+        them.
 
-        The model's code and the data are not written; `bf.load` is given them and checks that they
-        are the same.
+        The model's code and the data are not written; `bf.load` receives them as arguments and
+        checks that they are the same.
 
-        A warning names another run that was in the folder, which this one replaces, or whose
-        checkpoints lie there.
+        A warning is issued if the folder contains another run, which this one replaces, or another
+        run's checkpoints.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
@@ -776,17 +778,17 @@ class Result(Run):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the run: one page of HTML that needs no other file.
 
-        It has the settings, the data by client, learning curves, a table of every client's measures
-        on its test rows, a reliability diagram, coverage where `calibrate` has made sets or
-        intervals, what clients sent, and the environment. A result that was loaded without data
-        has no measures but those of its history.
+        It contains the settings, the data by client, learning curves, a table of every client's
+        measures on its test rows, a reliability diagram, coverage if `calibrate` has made sets or
+        intervals, the data that clients sent, and the environment. For a result that was loaded
+        without data it contains only the measures of its history.
 
         Args:
             path: The file, as `report.html`.
 
         Raises:
-            ValueError: As by `predict`.
-            DivergenceError: As by `predict`.
+            ValueError: See `predict`.
+            DivergenceError: See `predict`.
 
         Example:
             >>> from pathlib import Path
@@ -804,13 +806,13 @@ class Result(Run):
         reporting.write_report(path, {**vars(self), "algorithm": identity(self.algorithm)}, self)
 
     def _other(self, before: Mapping[str, Any]) -> str:
-        """Say in words of which other run a file was, by what it says; '' if it was of this one, or
-        of none.
+        """Return a description of another run that a file belonged to; '' if it belonged to this
+        one or to none.
         """
         if before.get("kind") != files.RUN.name or before.get("format") != archive.FORMAT:
             return ""
         rounds = zip(before["history"]["rows"], self.history.rows, strict=False)
-        # To the last digit, as no other run's are.
+        # The exact numbers identify the run.
         same = all(one.get("seconds") == row.get("seconds") for one, row in rounds)
         if same and before["known"]["hash"] == self.known.hash:
             return ""
@@ -818,7 +820,7 @@ class Result(Run):
         return f"{method} with seed {seed} after round {before['round']}"
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it
+        """Write a checkpoint of a run in progress into the folder `path`; the previous checkpoint
         is kept, older ones are removed.
 
         Raises:
@@ -828,7 +830,9 @@ class Result(Run):
             files.write_round(path, files.RUN, self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Return what a file holds; of the predictor's surveys what is known, as they take long."""
+        """Return the content of a file; it includes only surveys that were conducted, as they are
+        slow.
+        """
         known = self.__dict__.get("answers", known_of(self.after, self.algorithm))
         return {
             **vars(self),
@@ -845,11 +849,11 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
         data: The federation's data.
 
     Raises:
-        ValueError: It has no examples, other inputs or other columns, or is of other clients.
+        ValueError: The split has no examples, or other inputs, columns or clients.
     """
     if not split.counts.any():
         raise ValueError(
-            "the split has no examples to predict; pass one that has, or make the data with a "
+            "the split has no examples to predict; pass one with examples, or make the data with a "
             "larger part for it"
         )
     about = {"outputs": data.outputs, "task": data.task, "columns": split.columns}
@@ -861,9 +865,9 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
         )
     if not any(_is_part(split, known) for known in data.splits.values()):
         raise ValueError(
-            "the split is of other clients: its labels are not rows of the same clients in "
-            "result.data. Pass one of result.data's splits, or a part of one; result.adapt(...) is "
-            "for clients never seen"
+            "the split belongs to other clients: its labels are not rows of the same clients in "
+            "result.data. Pass one of result.data's splits, or a part of one; for clients never "
+            "seen use result.adapt(...)"
         )
 
 
@@ -876,8 +880,8 @@ def _marks(split: ClientData) -> list[Any]:
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:
-    """Return whether every client's examples in `split` are among its own in `known`, by labels and
-    places; inputs may differ.
+    """Return whether every client's examples in `split` are among its own in `known`, judged by
+    labels and places; inputs may differ.
     """
     if split.y is not known.y and not (
         split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)

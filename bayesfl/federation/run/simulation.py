@@ -63,7 +63,7 @@ from bayesfl.federation.store.identity import identity, same_method
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
 UNCALIBRATED = (
-    "the run that this one goes on from is calibrated, and training changes its predictions: the "
+    "the run that this one continues is calibrated, and training changes its predictions: the "
     "steps are dropped; calibrate the new result"
 )
 
@@ -81,7 +81,7 @@ def simulate(
     evaluate_every: int | None = 1,
     evaluate_clients: Count | None = None,
     engine: Annotated[
-        Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")
+        Engine | None, typed(Engine, "pass engine=bf.Engine(kernel=...) to select a kernel")
     ] = None,
     device: torch.device | str = "cpu",
     dtype: Precision = torch.float32,
@@ -111,14 +111,14 @@ def simulate(
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the
             method's default.
-        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered;
-            None for the method's default.
+        train: Which clients train: the `cohort`, or `all`, with only the cohort gathered; None for
+            the method's default.
         seed: The same seed gives the same draws, whatever the engine.
-        evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a
-            callback ends the run (but for `before_pool_` columns, which only a planned evaluation
-            has). None: never.
-        evaluate_clients: Number of clients that evaluations measure: a sample that the seed draws,
-            the same in every round, also where a run goes on; others have NaN in
+        evaluate_every: Rounds between evaluations; the last round is always evaluated, also if a
+            callback ends the run (except for `before_pool_` columns, which only a planned
+            evaluation has). None: never.
+        evaluate_clients: Number of clients that evaluations measure: a random sample that depends
+            on the seed, the same in every round and in resumed runs; other clients have NaN in
             `history.clients`. None for all.
         engine: How the run is computed. It changes only speed and rounding, and under
             `ClientPrivacy` the noise. None for `Engine()`.
@@ -126,32 +126,31 @@ def simulate(
         dtype: The floating-point type of data and state.
         resume: A result, or the folder of a saved one or of checkpoints: this run continues from it
             bit for bit. A result of `adapt` cannot be resumed.
-        start: A result, or the folder of a saved run, from whose state this run begins: next
-            month's rows, further clients, another learning rate. Clients are matched by name and go
-            on with their private state; new ones begin as in `Result.adapt`. The network must be
-            the same, its frozen weights included, and the state must have the shapes of this
+        start: A result, or the folder of a saved run, from whose state this run starts, for example
+            with next month's rows, further clients or another learning rate. Clients are matched by
+            name and keep their private state; new ones start as in `Result.adapt`. The network must
+            be the same, including its frozen weights, and the state must have the shapes of this
             method; columns and classes must have the same names in the same order. Rounds are
-            counted anew. None for the method's own start.
-        checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from
-            the newest undamaged one, so that one command can be repeated; method, data and settings
+            counted from 0 again. None for the method's own start.
+        checkpoint: A folder for checkpoints of this run. If it contains some, the run continues
+            from the newest undamaged one, so one command can be repeated; method, data and settings
             must then be the same, and `start`, if it is given. The two newest are kept; an
             interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
-        admission: Which replies are taken, and what happens to a round with too few. None for
+        admission: Rules for accepting replies and for rounds with too few. None for
             `Admission("skip")` if there are `faults`, otherwise for `Admission("stop")`, which
             stops the run when a client's training is no longer finite.
-        aggregation: How the cohort's uplinks are added up, and what evaluations ask clients for:
+        aggregation: How the cohort's uplinks and the clients' answers in evaluations are added up:
             `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
         on_round: Callbacks, called one after another after every round with the run so far, see
             `bayesfl.callbacks`; one that returns True ends the run. A resumed run calls them first
-            for the round that it goes on from: ended by one, it stays so.
-        measures: {name: function} of measures beside the library's own, each from one client's
-            predictions and its labels to a number; the mean over clients becomes a column such as
-            `personal_name`.
-        record_clients: Measures, as `("accuracy", "nll")`, of which the history keeps every
-            client's own at each evaluation, beside the mean: `history.clients("personal_accuracy")`
-            has them, `validation_accuracy` and other prefixes likewise.
+            for its last finished round; a run that a callback ended stays ended.
+        measures: {name: function} of further measures, each from one client's predictions and its
+            labels to a number; the mean over clients becomes a column such as `personal_name`.
+        record_clients: Measures, such as `("accuracy", "nll")`, that the history stores for every
+            client at each evaluation, in addition to the mean: see
+            `history.clients("personal_accuracy")`, and `validation_accuracy` and other prefixes.
         progress: Whether to show a progress bar; None shows one on a terminal, and in a notebook
             with ipywidgets.
 
@@ -160,10 +159,11 @@ def simulate(
         ValueError: An argument is out of range, or does not fit the method or the data; the message
             names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
-        CheckpointError: The run to resume is damaged, or was made with another method or on other
-            data; or that to start from is damaged, or of another network.
-        DivergenceError: Training is no longer finite. As every error in a round, Ctrl-C and a full
-            disk at a checkpoint too, it carries the run up to the last whole round: `error.result`.
+        CheckpointError: The run to resume is damaged, or was made with another method or other
+            data; or the run to start from is damaged, or has another network.
+        DivergenceError: Training is no longer finite. Like every error in a round, including Ctrl-C
+            and a full disk at a checkpoint, it carries the run up to the last complete round:
+            `error.result`.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
 
     Example:
@@ -202,8 +202,8 @@ def simulate(
             )
         ):
             raise ValueError(
-                f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
-                "where resume is left out; or pass another folder"
+                f"checkpoint folder {str(checkpoint)!r} already has a run, which continues if "
+                "resume is left out; or pass another folder"
             )
         goes_on = checkpoint if held and resume is None else resume
         before = (
@@ -237,7 +237,7 @@ def simulate(
             )
         result = replace(result, tolerant=admission.skips)
         if checkpoint is not None:
-            # Now, as the first checkpoint may be due after hours.
+            # Now, because the first checkpoint may be hours away.
             files.refuse_nameless(described(algorithm), described(clients.outline))
         sums = aggregation.start(
             result, admission, every=None if checkpoint is None else every, repeats=repeats
@@ -283,10 +283,10 @@ def _refuse_contradictions(
     start: RunOrFolder | None,
     resume: RunOrFolder | None,
 ) -> None:
-    """Refuse arguments of `simulate` that do not fit each other.
+    """Raise ValueError for arguments of `simulate` that do not fit each other.
 
     Raises:
-        ValueError: Some do not.
+        ValueError: Some do not fit.
     """
     if aggregation.sampling is not None and sampling is not None:
         raise ValueError(
@@ -300,14 +300,14 @@ def _refuse_contradictions(
         )
     if faults is not None and not admission.skips:
         raise ValueError(
-            "faults need admission=Admission('skip'): the first of them would stop the run"
+            "faults need admission=Admission('skip'): the first fault would stop the run"
         )
     if start is not None and resume is not None:
-        raise ValueError("start begins a new run, resume goes on with one: pass one of them")
+        raise ValueError("start starts a new run, resume continues one: pass one of them")
     if start is not None and settings.sampling == "poisson":
         raise ValueError(
-            "start begins from what another run has released, which the epsilon of ClientPrivacy "
-            "would not count; use resume="
+            "start uses the releases of another run, which the epsilon of ClientPrivacy would not "
+            "count; use resume="
         )
     admission.check(settings.largest(clients.clients))
     if settings.evaluate_every is not None and "test" not in clients.splits:
@@ -319,20 +319,20 @@ def _refuse_contradictions(
 
 
 def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Settings) -> None:
-    """Check, before anything is trained, that clients have these measures and may tell them.
+    """Check before training that these measures exist and that clients may publish them.
 
     Raises:
-        ValueError: There is no such measure, or the run is one of `ClientPrivacy`.
+        ValueError: There is no such measure, or the run uses `ClientPrivacy`.
     """
     if unknown := [name for name in recorded if name not in known]:
         raise ValueError(
-            f"record_clients takes some of {list(known)}, without a prefix such as personal_; got "
-            f"{unknown[0]!r}"
+            f"record_clients accepts some of {list(known)}, without a prefix such as personal_; "
+            f"got {unknown[0]!r}"
         )
     if recorded and settings.sampling == "poisson":
         raise ValueError(
-            "record_clients keeps clients' own measures, which no noise covers, so that the run's "
-            "epsilon would not hold for its history; leave it out under ClientPrivacy"
+            "record_clients stores clients' own measures without noise, so the run's epsilon would "
+            "not cover its history; leave it out under ClientPrivacy"
         )
 
 
@@ -346,13 +346,13 @@ def _begun(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Result:
-    """Return a run before its first round: the method's own start, or the state of the run before,
+    """Return a run before its first round: the method's own start, or the state of the earlier run
     with new clients adapted to it.
     """
     if before is not None and before.steps:
         warn(UNCALIBRATED)
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
-    # By the device with the least memory, as chunks are the same at all ranks.
+    # Use the device with the least memory, because chunks are the same at all ranks.
     sizes = current().every(lambda: engine.chunk_size(trained, algorithm, device))
     engine = replace(engine, chunk=min(sizes))
     begin, new = continued(
@@ -388,8 +388,8 @@ def _resumed(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Result, int]:
-    """Return a copy of the run that goes on, under the settings given now, and how many rounds it
-    had done already that are done again.
+    """Return a copy of the run to continue, under the present settings, and the number of rounds
+    that were done already but must be repeated.
 
     `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
     another experiment.
@@ -401,9 +401,9 @@ def _resumed(
         saved = load(folder("resume", source), algorithm, clients, device=device)
     if saved.novel:
         raise ValueError(
-            "resume is a result of adapt: its clients joined after training, and the server holds "
-            "nothing of theirs to go on from; resume the federation's own result, or train a "
-            "federation that has them"
+            "resume is a result of adapt: its clients joined after training, and the server has no "
+            "state of theirs to continue from; resume the federation's own result, or train a "
+            "federation that includes them"
         )
     given = engine or saved.engine
     engine = replace(saved.engine, workers=given.workers)
@@ -431,18 +431,18 @@ def _resumed(
 
 @dataclass(frozen=True)
 class _OnOneMachine(Clients[Result]):
-    """The clients of a run on this machine, see `Clients`.
+    """Provide access to the clients of a run on this machine, see `Clients`.
 
     Args:
-        checkpoint: As in `simulate`.
+        checkpoint: See `simulate`.
         local: The clients' local work.
         data: The clients' data, on the run's device and in its precision.
         crew: The threads that compute.
         sample: The clients that evaluations measure, ascending.
-        faults: As in `simulate`.
-        measures: As in `simulate`.
+        faults: See `simulate`.
+        measures: See `simulate`.
         recorded: `record_clients` of `simulate`.
-        aggregation: What adds up the answers that evaluations ask for; None adds them openly.
+        aggregation: How answers in evaluations are added; None adds them in the clear.
     """
 
     checkpoint: str | os.PathLike[str] | None
@@ -457,7 +457,7 @@ class _OnOneMachine(Clients[Result]):
 
     @cached_property
     def measured(self) -> FederatedData:
-        """Return the data in which the clients outside the sample have training rows alone."""
+        """Return the data; clients outside the sample have only training rows."""
         if len(self.sample) == self.data.clients:
             return self.data
         splits = {
@@ -467,8 +467,8 @@ class _OnOneMachine(Clients[Result]):
         return replace(self.data, splits=splits)
 
     def attempt(self, run: Result) -> OneMachine:
-        # Before aggregation, a part that training does not change would predict as no one has
-        # trained it.
+        # Before aggregation, a part that training does not change would predict with a state that
+        # was never trained.
         evaluates = run.settings.evaluates(run.round) and touched(run.algorithm)
         test = self.measured.test if evaluates else None
         return OneMachine(self.local, run.state, self.crew, test, self.faults)
@@ -491,12 +491,12 @@ class _OnOneMachine(Clients[Result]):
         if (shared := predict.shared(local, state, data.test)) is not None:
             self._note(history, "global", shared)
         if len(self.sample) < self.data.clients:
-            # What a sample has answered is not what the federation does.
+            # A sample's answers differ from the federation's.
             return run
         return replace(run, after=answers_of(known, run.algorithm))
 
     def _note(self, history: History, prefix: str, predicted: LocalPredictions) -> None:
-        """Add the library's measures of some predictions, and the user's."""
+        """Add the library's and the user's measures of some predictions."""
         known = predicted.measured()
         found = known.summary()
         own = measured(self.measures, predicted, found)

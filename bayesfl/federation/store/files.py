@@ -1,15 +1,13 @@
-"""Files of runs, of clients' models and of what nodes keep: for each kind one table of its fields,
-by which it is written and read.
+"""Files of runs, of clients' models and of nodes: one table of fields for each kind, used for
+writing and reading.
 
-For their form see `bayesfl.base.archive`. Tensors have dotted names, as `server.body.loc`. A
-saved result is the file `state.safetensors` in a folder of its own. A run in
-progress has checkpoints such as `round-000012.safetensors`: the two newest are kept, so that one
-remains if the other is damaged.
+For the format see `bayesfl.base.archive`. Tensors have dotted names, such as `server.body.loc`. A
+saved result is the file `state.safetensors` in its own folder. A run in progress has checkpoints
+such as `round-000012.safetensors`: the two newest are kept, so one remains if the other is damaged.
 
 Every file is written under a temporary name, flushed and renamed, and then the folder is flushed,
-so that a process killed at any time leaves no partly written file. Temporary files that a killed
-process has left are removed when its folder is used again. Nothing is pickled: loading executes no
-code.
+so a process killed at any time leaves no partly written file. Temporary files of a killed process
+are removed when its folder is used again. Nothing is pickled: loading executes no code.
 """
 
 import contextlib
@@ -46,7 +44,7 @@ from bayesfl.federation.store.identity import Answer, identity
 
 try:
     import fcntl
-except ImportError:  # on systems without such locks
+except ImportError:  # systems without such locks
     fcntl = None
 
 STATE = "state.safetensors"
@@ -59,9 +57,7 @@ STEPS: dict[str, type] = {
 
 
 class Entry(NamedTuple):
-    """Say how a field is written, as JSON, tensors, and mappings of these, and how it is read from
-    them.
-    """
+    """Convert a field to JSON, tensors and mappings of these for a file, and back."""
 
     write: Callable[[Any], Any] = lambda value: value
     read: Callable[[Any], Any] = lambda found: found
@@ -69,14 +65,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file.
+    """Describe a kind of file.
 
     Args:
         name: Its name in the file.
-        what: What it is, for error messages.
-        reader: What reads it, for error messages.
+        what: Description of the content, for error messages.
+        reader: How to read it, for error messages.
         fields: How each of its fields is written and read; {} for any mapping of tensors and plain
-            values, as they are.
+            values, unchanged.
     """
 
     name: str
@@ -86,7 +82,7 @@ class FileKind:
 
 
 def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Return what a file says of steps of calibration, JSON-able; of a user's class its code, too.
+    """Describe steps of calibration for a file, as JSON; for a user's class including its code.
 
     Raises:
         ValueError: A step's class is not in `STEPS`.
@@ -95,26 +91,26 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
         return [archive.plain(step, STEPS) | _source(type(step)) for step in steps]
     except archive.UnknownError as error:
         raise ValueError(
-            f"the step {error} cannot be saved, as its code is needed to read it: register the "
-            f"class wherever it is read, bayesfl.federation.store.files.STEPS['{error}'] = {error}"
+            f"the step {error} cannot be saved, because its code is needed to read it: register "
+            f"the class before reading, bayesfl.federation.store.files.STEPS['{error}'] = {error}"
         ) from error
 
 
 def read_steps(found: Any) -> tuple[Step, ...]:
-    """Return the steps that a file describes, without what they have learnt.
+    """Return the steps that a file describes, without their fitted parameters.
 
     Raises:
-        ValueError: A step is of a class that is not in `STEPS`, or whose code is another now.
+        ValueError: A step's class is not in `STEPS`, or its code has changed.
     """
     steps = archive.made(found, STEPS)
     for step, said in zip(steps, found, strict=True):
         if _source(type(step)).get("source") != said.get("source"):
-            raise ValueError(f"the class {type(step).__name__} has other code than it had")
+            raise ValueError(f"the code of the class {type(step).__name__} has changed")
     return steps
 
 
 def _source(kind: type) -> dict[str, str]:
-    """Return a digest of the code of a user's class; nothing for bayesfl's."""
+    """Return a digest of the code of a user's class; empty for a class of bayesfl."""
     return {} if kind.__module__.startswith("bayesfl.") else {"source": digest_of(kind)}
 
 
@@ -147,7 +143,7 @@ def _write_history(history: History) -> dict[str, Any]:
 
 
 def _read_history(found: Mapping[str, Any]) -> History:
-    # Files of 0.3 have no values of clients.
+    # Files of version 0.3 have no values of single clients.
     recorded = {column: t.cpu().numpy() for column, t in found.get("clients", {}).items()}
     by_round = {
         row["round"]: {column: values[place] for column, values in recorded.items()}
@@ -171,7 +167,7 @@ AFTER = Entry(
 RUN = FileKind(
     "run",
     "a run of bf.simulate",
-    "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it",
+    "bf.load(path, algorithm) reads it, and bf.simulate(start=path) starts from it",
     {
         "algorithm": METHOD,
         "known": Entry(lambda known: known.outline.described(), Outline.read),
@@ -205,8 +201,8 @@ CLIENT = FileKind(
 CLIENT_FILE = "client.safetensors"
 NODE = FileKind(
     "node",
-    "what a node of a deployment over Flower keeps",
-    "the node itself reads it; pass the server's folder of checkpoints",
+    "the files of a node in a deployment over Flower",
+    "the node itself reads them; pass the server's folder of checkpoints",
     {},
 )
 
@@ -218,8 +214,8 @@ def write(
 
     Raises:
         TypeError: `path` is neither text nor a path.
-        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold
-            a function that cannot be recognised.
+        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data
+            contain a function that cannot be recognised.
     """
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "schema")))
@@ -228,11 +224,12 @@ def write(
 
 
 def refuse_nameless(*descriptions: object) -> None:
-    """Raise ValueError if a description has a function that could not be recognised."""
+    """Raise ValueError if a description contains a function that cannot be recognised."""
     if any(map(anonymous, descriptions)):
         raise ValueError(
-            "a function of the method or of the data has neither a name nor source text, as one "
-            "made by eval; another would pass for it: define it in a file or a notebook, by def"
+            "a function of the method or of the data has neither a name nor source text, for "
+            "example because eval made it; it cannot be distinguished from others: define it with "
+            "def in a file or a notebook"
         )
 
 
@@ -240,27 +237,27 @@ def write_round(path: str | os.PathLike[str], kind: FileKind, content: Mapping[s
     """Write a checkpoint after `round` rounds, and remove all others except the one before it.
 
     Raises:
-        ValueError: As by `write`.
+        ValueError: See `write`.
     """
     write(path, kind, content, file=f"round-{content['round']:06d}.safetensors")
     files = _rounds(Path(path))
     later = [file for file in files if round_of(file) > content["round"]]
     for file in later + [file for file in files if file not in later][KEPT:]:
-        # Later ones were damaged: the run resumed before them.
+        # Later checkpoints were damaged: the run was resumed before them.
         file.unlink(missing_ok=True)
 
 
 def read(
     path: str | os.PathLike[str], kind: FileKind, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return the fields of what `write` put into the folder `path`, from its newest undamaged file.
+    """Return the fields that `write` stored in the folder `path`, from the newest undamaged file.
 
-    A warning is issued where a newer file is damaged.
+    A warning is issued if a newer file is damaged.
 
     Raises:
         TypeError: `path` is neither text nor a path.
         ValueError: `path` is empty.
-        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of
+        CheckpointError: The folder contains no file of this kind, or every file is damaged or has
             another format.
     """
     files, damage = checkpoints(folder("path", path)), []
@@ -273,8 +270,8 @@ def read(
         for file in others[:1]:
             read_file(file, kind)
         raise archive.CheckpointError(
-            f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint "
-            "round-*.safetensors is there"
+            f"{str(path)!r} contains no saved run, neither {STATE} nor a checkpoint "
+            "round-*.safetensors"
         )
     for file in files:
         try:
@@ -285,16 +282,16 @@ def read(
             damage.append(str(error))
             continue
         if damage:
-            warn(f"{'; '.join(damage)}; taking {file.name} instead")
+            warn(f"{'; '.join(damage)}; using {file.name} instead")
         return found
     raise archive.CheckpointError("; ".join(damage))
 
 
 def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the fields of one file, whose bytes its digest vouches for.
+    """Return the fields of one file, after verifying its digest.
 
     Raises:
-        CheckpointError: The file is damaged, or of another kind or format.
+        CheckpointError: The file is damaged, or is of another kind or format.
     """
     found, said, flat = archive.read(file)
     if found != kind.name:
@@ -305,8 +302,8 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
             else f"{str(file)!r} holds a {found}, not {kind.what}"
         )
     try:
-        # Copies lie at aligned places, as those of the run did: sums over others may be grouped
-        # otherwise.
+        # Copies are aligned like the run's own tensors; otherwise sums might be grouped
+        # differently.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
         return (
             {name: entry.read(content[name]) for name, entry in kind.fields.items()}
@@ -333,17 +330,17 @@ KINDS = [RUN, CLIENT, NODE]
 
 @contextlib.contextmanager
 def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
-    """Hold the folder `path` for the checkpoints of one run, and remove temporary files that a
-    killed process has left; None for no folder.
+    """Lock the folder `path` for the checkpoints of one run, and remove temporary files of a killed
+    process; None for no folder.
 
-    The system releases the folder when the process ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends.
 
     Yields:
         The checkpoints in it, the newest first.
 
     Raises:
-        ValueError: Another run holds the folder, `path` is a file or lies under one, or the folder
-            holds a saved result.
+        ValueError: Another run uses the folder, `path` is a file or lies under one, or the folder
+            contains a saved result.
     """
     if path is None:
         yield []
@@ -351,8 +348,8 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
     made = _folder(folder("checkpoint", path))
     if (made / STATE).is_file():
         raise ValueError(
-            f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a "
-            "folder of their own"
+            f"checkpoint folder {str(path)!r} contains a saved result, {STATE}; use a separate "
+            "folder for checkpoints"
         )
     with (made / "lock").open("a") as file:
 
@@ -365,7 +362,7 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
                 except OSError as error:
                     raise ValueError(
                         f"checkpoint folder {str(path)!r} is in use by another run, which would be "
-                        "lost; stop that one first, or pass another folder"
+                        "lost; stop that run first, or pass another folder"
                     ) from error
             remove_leftovers(made, ".safetensors")
 
@@ -374,7 +371,7 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of saved runs in the folder `path`, the one to be read first."""
+    """Return the files of saved runs in the folder `path`, in the order in which to try them."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))
 
@@ -385,14 +382,12 @@ def round_of(file: Path) -> int:
 
 
 def newest(path: str | os.PathLike[str]) -> int:
-    """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there
-    is none.
-    """
+    """Return the round of the newest checkpoint in a folder, damaged or not; 0 if there is none."""
     return max(map(round_of, _rounds(Path(path))), default=0)
 
 
 def _part(tree: Mapping[str, Any], *, tensors: bool) -> dict[str, Any]:
-    """Return a nest of mappings with its tensors alone, or without them."""
+    """Return only the tensors of a nest of mappings, or only the rest."""
     inner = {
         key: _part(value, tensors=tensors) if isinstance(value, Mapping) else value
         for key, value in tree.items()
@@ -409,7 +404,7 @@ def _part(tree: Mapping[str, Any], *, tensors: bool) -> dict[str, Any]:
 
 
 def _joined(said: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nest of mappings with its tensors again."""
+    """Merge tensors and plain values back into one nest of mappings."""
     nested = {
         key: _joined(said[key], t) if isinstance(t, Mapping) and key in said else t
         for key, t in tensors.items()

@@ -1,8 +1,8 @@
-"""Identity of a method, a network and data, as JSON, and the one error that lists where two of
-them differ.
+"""Identity of a method, a network and data, as JSON, and the error that lists differences between
+two identities.
 
-A method of the library is its name, its revision and its options; one that was composed by hand, or
-changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.described`.
+The identity of a library method is its name, revision and options; that of a method composed by
+hand, or changed by `dataclasses.replace`, describes its fields, see `bayesfl.base.described`.
 """
 
 import json
@@ -18,12 +18,12 @@ from bayesfl.models.modes import norms, rate
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
-    """Return a description of an algorithm that is equal for two algorithms whose saved states are
+    """Describe an algorithm; the descriptions of two algorithms are equal if their saved states are
     interchangeable.
 
-    It can be written as JSON and is the same in every process. Beside the method it holds the
-    network, see `bayesfl.base.described.network`, which of its layers draw, the shapes of the
-    parameters, and the values of parameters and buffers that no block covers.
+    The description is JSON and identical in every process. In addition to the method it contains
+    the network, see `bayesfl.base.described.network`, its layers with random draws, the shapes of
+    the parameters, and the values of parameters and buffers that no block covers.
     """
     model = algorithm.model
     return {
@@ -38,8 +38,8 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def _constants(algorithm: Algorithm) -> dict[str, str]:
-    """Describe the parameters that no block covers, and the buffers; once for each algorithm, since
-    a frozen backbone may be large.
+    """Describe the parameters that no block covers, and the buffers; cached for each algorithm,
+    because a frozen backbone may be large.
     """
     refuse_changed(algorithm.model)
     if "_constants" not in algorithm.__dict__:
@@ -55,19 +55,20 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
 
 
 def agreement(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a method's identity and its steps of calibration, which two machines must have in
-    common; they compare its digest.
+    """Return a method's identity and its steps of calibration, which must be the same on two
+    machines; they compare its digest.
     """
     return {**identity(algorithm), "calibration": described(calibration)}
 
 
 class Answer(NamedTuple):
-    """Answers of clients to a survey of a method's predictor.
+    """Hold the clients' answers to a survey of a method's predictor.
 
     Args:
         name: The survey's name.
         state: The survey's last state.
-        reading: How the method predicted then, see `reading`; under another one it says nothing.
+        reading: Description of how the method predicted then, see `reading`; the answers are valid
+            only if it is unchanged.
     """
 
     name: str
@@ -76,8 +77,8 @@ class Answer(NamedTuple):
 
 
 def reading(algorithm: Algorithm) -> str:
-    """Describe how a method predicts; of functions, such as rules of selection, their names alone
-    tell them apart.
+    """Describe how a method predicts; functions, such as rules of selection, are described by name
+    only.
     """
     return json.dumps(
         described(
@@ -93,8 +94,8 @@ def reading(algorithm: Algorithm) -> str:
 
 
 def refuse_differences(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
-    """Raise CheckpointError if something saved differs from what is given, with the first
-    differences; `what` begins the message.
+    """Raise CheckpointError with the first differences if a saved description differs from the
+    present one; `what` begins the message.
     """
     if different:
         raise CheckpointError(f"{what} {in_words(different)}; {remedy}")
@@ -103,8 +104,8 @@ def refuse_differences(what: str, different: Mapping[str, tuple[Any, Any]], reme
 def method_differences(
     made_with: Mapping[str, Any], algorithm: Algorithm
 ) -> dict[str, tuple[Any, Any]]:
-    """Return where a method and its network differ from those of a saved identity: of two methods
-    their names alone.
+    """Return the differences between a method with its network and a saved identity; for two
+    different methods only their names.
     """
     now = identity(algorithm)
     name = now["method"]
@@ -122,13 +123,13 @@ def method_differences(
 def network_differences(
     made_with: Mapping[str, Any], algorithm: Algorithm
 ) -> dict[str, tuple[Any, Any]]:
-    """Return where a method's network differs from that of a saved identity; of layers of two kinds
-    nothing else.
+    """Return the differences between a method's network and a saved identity; for layers of
+    different types only the types.
 
-    The state's tensors alone would not tell another activation, or another frozen backbone.
+    The shapes of the state would not reveal another activation, or another frozen backbone.
     """
     now, known = identity(algorithm), made_with.get("held")
-    if isinstance(known, Mapping):  # later versions of torch may hold more
+    if isinstance(known, Mapping):  # later versions of torch may have more entries
         for part, of in now["held"].items():
             then = known.get(part)
             if isinstance(then, Mapping):
@@ -136,13 +137,13 @@ def network_differences(
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("layers", "parameters", "held", "code", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
-    # What layers of two kinds hold must differ.
+    # The values of layers of different types differ in any case.
     kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
     return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
 
 
 def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check by its saved identity that something was made with this method.
+    """Check with a saved identity that an object was made with this method.
 
     Raises:
         CheckpointError: The two methods, or their networks, differ; `what` begins the message.
@@ -150,13 +151,13 @@ def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -
     refuse_differences(
         f"{what} was made with another method:",
         method_differences(made_with, algorithm),
-        "give the method that made it",
+        "pass the method that made it",
     )
 
 
 def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check by its saved identity that a state is one of this method's network; the method's
-    options are free.
+    """Check with a saved identity that a state belongs to this method's network; the method's
+    options may differ.
 
     Raises:
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen
@@ -165,5 +166,5 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
     refuse_differences(
         f"{what} has the state of another network:",
         network_differences(made_with, algorithm),
-        "build the method on that network, frozen weights and buffers included",
+        "build the method on that network, including its frozen weights and buffers",
     )

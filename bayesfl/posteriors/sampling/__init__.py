@@ -1,1 +1,1 @@
-"""Draws from the posterior of one module: what they are, and the samplers that make them."""
+"""Draws from the posterior of one module, and the samplers that make them."""

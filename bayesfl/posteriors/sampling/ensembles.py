@@ -1,4 +1,4 @@
-"""Deep ensembles: modes of the posterior that trainings from different starts find."""
+"""Deep ensembles: modes of the posterior found by training from different starts."""
 
 import torch
 from torch import Tensor, nn
@@ -30,29 +30,29 @@ def ensemble(
     optimiser: Optimiser = Adam(cosine(1e-2)),
     seed: Natural = 0,
 ) -> Samples:
-    """Train networks of one architecture from starts of their own, whose predictions are averaged.
+    """Train networks of one architecture from different starts and average their predictions.
 
     Lakshminarayanan, Pritzel, Blundell, "Simple and scalable predictive uncertainty estimation
     using deep ensembles", NeurIPS 2017, without adversarial examples. Each member is a mode of the
-    posterior under a Gaussian prior. Members are no draws from the posterior: where it has a single
-    mode all are the same, and say nothing of its width.
+    posterior under a Gaussian prior. Members are not draws from the posterior: if it has a single
+    mode, all are equal and do not indicate its width.
 
     Args:
-        model: Any module whose layers have `reset_parameters`, by which each member's weights are
-            drawn; it is not changed, and trains in evaluation mode.
-        x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again, as
-            a DataLoader.
-        y: Labels or targets [N, ...]; None where batches bring them.
+        model: Any module whose layers have `reset_parameters`, which draws each member's weights;
+            it is not changed, and trains in evaluation mode.
+        x: Training inputs [N, ...], or batches (x, y) that can be read repeatedly, such as a
+            DataLoader.
+        y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are trained, a pattern over names such as `head.*`.
+        pattern: The trained parameters, a pattern over names such as `head.*`.
         members: Number of members.
         steps: Number of gradient steps of each.
-        batch_size: Number of examples of a step, for inputs and labels; None for all of them.
+        batch_size: Number of examples in a step, for inputs and labels; None for all of them.
         optimiser: Optimiser of the mean over examples of the negative log joint density; a schedule
-            of its rate goes over the steps.
+            of its rate covers the steps.
         seed: Seed of the starts and of the order of examples.
 
     Returns:
@@ -78,7 +78,7 @@ def ensemble(
             w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step, steps))
         if not bool(w.isfinite().all()):
             raise ValueError(
-                f"member {member + 1} is not finite: take a lower rate, as optimiser=Adam(1e-3), "
+                f"member {member + 1} is not finite: use a lower rate, as optimiser=Adam(1e-3), "
                 "and scale the inputs"
             )
         trained.append(w)

@@ -1,8 +1,8 @@
 """Draws from the posterior of a network by Langevin dynamics with gradients of batches: SGLD, and
 SGHMC with momentum.
 
-Both go down the gradient g of the negative log joint density's mean over N examples, at a rate that
-is comparable with SGD's, and add the noise that makes p(w | x, y)^(1 / T) stationary:
+Both descend along the gradient g of the negative log joint density's mean over N examples, at a
+rate comparable with SGD's, and add the noise that makes p(w | x, y)^(1 / T) stationary:
 
     SGLD     w <- w - rate g + (2 rate T / N)^(1/2) e
     SGHMC    v <- momentum v - rate g + (2 (1 - momentum) rate T / N)^(1/2) e,    w <- w + v
@@ -12,7 +12,7 @@ Gaussian, with its mean and the covariance
 
     T A^-1 (I - rate A / (2 (1 + momentum) N))^-1,
 
-which is too wide by the last factor, and with batches wider, as their noise is not corrected for.
+which is too wide by the last factor, and wider with batches, because their noise is not corrected.
 """
 
 import logging
@@ -59,22 +59,22 @@ def sgld(
 
     Args:
         model: Any module, which is not changed; chains start from its weights, in evaluation mode.
-        x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again, as
-            a DataLoader.
-        y: Labels or targets [N, ...]; None where batches bring them.
+        x: Training inputs [N, ...], or batches (x, y) that can be read repeatedly, such as a
+            DataLoader.
+        y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
-        temperature: T, of which the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior
-            itself, less for a colder one, which is narrower.
+        temperature: T; the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior itself,
+            a smaller T for a colder, narrower one.
         rate: Step size along the gradient of the mean over examples, as SGD's, > 0.
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are drawn, a pattern over names such as `head.*`.
-        draws: Number of draws of each chain that are kept.
+        pattern: The drawn parameters, a pattern over names such as `head.*`.
+        draws: Number of kept draws of each chain.
         warmup: Number of steps of each chain before these.
         thin: Number of steps from one kept draw to the next.
         chains: Number of chains.
-        batch_size: Number of examples of a step, for inputs and labels; None for all of them.
+        batch_size: Number of examples in a step, for inputs and labels; None for all of them.
         seed: Seed of the noise and of the order of examples.
 
     Raises:
@@ -86,7 +86,7 @@ def sgld(
         >>> bf.posteriors.sgld(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
         Samples(2 chains of 5 draws of 9 weights)
     """
-    return sghmc(  # whose velocity, without memory, is one step
+    return sghmc(  # without momentum, its velocity is one step of SGLD
         model,
         x,
         y,
@@ -133,23 +133,23 @@ def sghmc(
 
     Args:
         model: Any module, which is not changed; chains start from its weights, in evaluation mode.
-        x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again, as
-            a DataLoader.
-        y: Labels or targets [N, ...]; None where batches bring them.
+        x: Training inputs [N, ...], or batches (x, y) that can be read repeatedly, such as a
+            DataLoader.
+        y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
-        temperature: T, of which the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior
-            itself, less for a colder one, which is narrower.
+        temperature: T; the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior itself,
+            a smaller T for a colder, narrower one.
         rate: Step size along the gradient of the mean over examples, as SGD's, > 0.
         momentum: Share of the velocity that a step keeps, in [0, 1); with 0 it is `sgld`.
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are drawn, a pattern over names such as `head.*`.
-        draws: Number of draws of each chain that are kept.
+        pattern: The drawn parameters, a pattern over names such as `head.*`.
+        draws: Number of kept draws of each chain.
         warmup: Number of steps of each chain before these.
         thin: Number of steps from one kept draw to the next.
         chains: Number of chains.
-        batch_size: Number of examples of a step, for inputs and labels; None for all of them.
+        batch_size: Number of examples in a step, for inputs and labels; None for all of them.
         seed: Seed of the noise and of the order of examples.
 
     Raises:
@@ -179,7 +179,7 @@ def sghmc(
         if not bool(w.isfinite().all()):
             raise ValueError(
                 f"chain {chain + 1} is not finite: the rate {rate:g} is too large for this model "
-                f"and these inputs; take {rate / 10:g}"
+                f"and these inputs; use {rate / 10:g}"
             )
         log.info("chain %d of %d: %d draws", chain + 1, chains, draws)
     return Samples(kept, target.layout, target.model, target.likelihood)

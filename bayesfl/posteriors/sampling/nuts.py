@@ -21,7 +21,7 @@ from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
 
 LIMIT = 5000
-"""Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
+"""Maximum number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
 whole data.
 """
 
@@ -52,33 +52,31 @@ def nuts(
 
     Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte
     Carlo", JMLR 15, 2014. The likelihood is the sum over the data. Everything is computed in
-    float64 on the CPU, on a copy of the model in evaluation mode; chains run one after another,
+    float64 on the CPU, on a copy of the model in evaluation mode. Chains run one after another,
     each from the model's own weights plus a standard normal (times the prior's standard deviation
-    where that is below 1), so that `r_hat` compares starts that differ. Equal seeds give equal
-    draws, and no shared random generator is used. The posterior of a network's weights has
-    thousands of equivalent modes (hidden units can be permuted): compare predictions there, not
-    weights.
+    if that is below 1), so that `r_hat` compares different starts. Equal seeds give equal draws,
+    and no shared random generator is used. The posterior of a network's weights has thousands of
+    equivalent modes (hidden units can be permuted): compare predictions there, not weights.
 
     Args:
-        model: Any module; parameters that `pattern` does not match stay as they are.
-        x: Inputs [N, ...], or batches (x, y) of them, as a DataLoader; several inputs, a tuple or
-            a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
-        y: Labels or targets, as the likelihood takes them; None where batches bring them.
+        model: Any module; parameters that `pattern` does not match stay unchanged.
+        x: Inputs [N, ...], or batches (x, y) of them, such as a DataLoader; several inputs, a tuple
+            or a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
+        y: Labels or targets, in the likelihood's form; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each
             weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: A shell-style pattern over the names of the parameters that are sampled, such as
-            `head.*`.
-        draws: Number of draws of each chain that are kept.
+        pattern: A shell-style pattern over the names of the sampled parameters, such as `head.*`.
+        draws: Number of kept draws of each chain.
         warmup: Number of draws of each chain before these, in which step size and mass matrix are
             adapted; they are dropped.
         chains: Number of chains.
         seed: Seed of the starts and the draws, >= 0.
         full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations,
             rather than diagonal.
-        target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to
-            1 where transitions diverge.
+        target_accept: Acceptance probability to which the step size is adapted, in (0, 1); closer
+            to 1 if transitions diverge.
         progress: Whether to show Pyro's progress bar.
 
     Raises:
@@ -97,8 +95,8 @@ def nuts(
     layout = Layout(model, pattern)
     if layout.size > LIMIT:
         raise ValueError(
-            f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a "
-            "smaller model, or sample part of it, as in pattern='head.*'"
+            f"{layout.size} weights exceed the maximum of {LIMIT} for this sampler; use a smaller "
+            "model, or sample part of it, as in pattern='head.*'"
         )
     model = duplicate(model).to("cpu", torch.float64)
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
@@ -127,7 +125,7 @@ def nuts(
                 potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept
             )
             # Divergences are read after each draw: Pyro's summary needs four draws, and the kernel
-            # drops them when the run ends.
+            # discards them when the run ends.
             places: list[int] = []
 
             def note(kernel: Any, _: Any, stage: str, __: int, places: list[int] = places) -> None:
@@ -168,8 +166,8 @@ def nuts(
 
 
 class _Seeded(TorchFunctionMode):
-    """A context in which Pyro draws from a generator of its own. `bayesfl.base.addressed.Seeded`
-    looks at every operation of a gradient as well, which takes longer than these small ones do.
+    """Make Pyro draw from a separate generator. `bayesfl.base.addressed.Seeded` would intercept
+    every operation of a gradient as well, which takes longer than these small operations.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,5 +1,5 @@
-"""Draws of a module's weights, of whatever posterior they are: from a sampler's chains, an
-ensemble, a Gaussian approximation, or a client's belief in a federation.
+"""Draws of a module's weights from any posterior: from a sampler's chains, an ensemble, a Gaussian
+approximation, or a client's posterior in a federation.
 """
 
 import os
@@ -32,16 +32,15 @@ from bayesfl.posteriors.sampling.stored import (
 @in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class Samples:
-    """Draws from a posterior, of K chains with S draws each.
+    """Hold draws from a posterior, of K chains with S draws each.
 
     Args:
-        draws: Weights [K, S, D]; of a block with M copies [K, S, M, D].
-        layout: Which parameter each of the D weights belongs to.
-        model: A copy of the model, in evaluation mode; its other parameters are those that the
-            draws go with.
+        draws: Weights [K, S, D]; for a block with M copies [K, S, M, D].
+        layout: The parameter that each of the D weights belongs to.
+        model: A copy of the model, in evaluation mode; its other parameters belong to the draws.
         likelihood: Distribution of y given the model's outputs.
         diverging: Which of NUTS's transitions diverged, [K, S] bool; if more than a few did, the
-            draws miss part of the posterior. None of other samplers.
+            draws miss part of the posterior. None for other samplers.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -101,7 +100,7 @@ class Samples:
         return call_at(self.model, self.layout.leaves(w.to(next(self.model.parameters()))), x)
 
     def predict(self, x: Data) -> Tensors:
-        """Compute the predictive distribution over all draws, as the likelihood gives it.
+        """Compute the predictive distribution over all draws, in the likelihood's form.
 
         For classes it has `probs` [N, O] and `epistemic` [N] (mutual information of label and
         weights, nats); for targets `mean` and `variance` [N, O] and `epistemic` [N], the variance
@@ -114,7 +113,7 @@ class Samples:
 
     def to_arviz(self) -> Any:
         """Return the draws as ArviZ's InferenceData: one variable for each parameter, by its name;
-        `diverging`, where it is known, among the sample statistics.
+        `diverging`, if known, among the sample statistics.
         """
         import arviz
 
@@ -125,7 +124,7 @@ class Samples:
         if self.diverging is not None:
             groups["sample_stats"] = {"diverging": self.diverging.cpu().numpy()}
         if int(arviz.__version__.split(".")[0]) > 0:
-            # From version 1 on, it takes the groups as one mapping.
+            # From version 1 on, it accepts the groups as one mapping.
             return arviz.from_dict(groups)
         return arviz.from_dict(**groups)
 
@@ -155,9 +154,9 @@ class Samples:
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
     def verdict(self) -> str:
-        """Say in a line how far the chains can be relied on: the largest R-hat and the least
-        effective number of draws of all weights, and what to do where the one is above 1.01 or the
-        other below 100 for each chain.
+        """Return a line on the reliability of the chains: the largest R-hat and the smallest
+        effective number of draws over all weights, and a remedy if the former is above 1.01 or the
+        latter below 100 for each chain.
 
         Source: Vehtari et al., 2021, section 4; see `diagnostics`.
 
@@ -173,11 +172,11 @@ class Samples:
         said = f"worst R-hat {worst:.2f}, least ESS {least:.0f} of {chains * draws}"
         if worst <= 1.01 and least >= 100 * chains:
             return said
-        more = "" if chains > 1 else "take chains=4, and "
+        more = "" if chains > 1 else "use chains=4, and "
         return f"{said}: {more}run longer, by warmup= and draws= or thin="
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the draws into one file, whole or not at all; `Samples.load` reads it."""
+        """Write the draws into one file, completely or not at all; `Samples.load` reads it."""
         diverging = {} if self.diverging is None else {"diverging": self.diverging}
         said = {
             "parameters": list(self.layout.names),
@@ -196,19 +195,19 @@ class Samples:
         likelihood: Likelihood | None = None,
         pattern: Pattern = "*",
     ) -> "Samples":
-        """Load draws that `Samples.save` wrote, for the model that they are of; its weights under
-        `pattern` are not read.
+        """Load draws that `Samples.save` wrote, for the same model; its weights under `pattern` are
+        not read.
 
         Args:
             path: Path of the file.
             model: The model.
-            likelihood: Likelihood of the draws; needed only if its class is none of
+            likelihood: Likelihood of the draws; needed only if its class is not in
                 `bayesfl.likelihoods`.
-            pattern: Which parameters the draws are of.
+            pattern: The drawn parameters.
 
         Raises:
-            CheckpointError: The file is absent or damaged, or holds something else.
-            ValueError: The file has another likelihood, or is of another model.
+            CheckpointError: The file is absent or damaged, or has other content.
+            ValueError: The file has another likelihood, or belongs to another model.
         """
         said, tensors = archive.read_kind(path, "samples")
         likelihood = likelihood_of(path, said["likelihood"], likelihood)
@@ -220,22 +219,20 @@ class Samples:
 
 
 def _exact(model: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode and in float64, in which copies in float32 and float64 of
-    one model are the same.
+    """Return a copy in evaluation mode and in float64, so that copies of one model in float32 and
+    float64 are equal.
     """
     return duplicate(model).eval().double()
 
 
 @in_own_modes
 class Drawn(ABC):
-    """A posterior of one module's weights that is drawn from by standard normals: what all such
-    have in common.
-    """
+    """Draw weights of one module from a posterior, given standard normals."""
 
     @property
     @abstractmethod
     def noise_size(self) -> int:
-        """Return how many standard normals one draw takes."""
+        """Return the number of standard normals for one draw."""
 
     @abstractmethod
     def draw(self, noise: Tensor) -> Tensor:
@@ -247,7 +244,7 @@ class Drawn(ABC):
 
     @declared
     def sample(self, draws: Count = 1000, *, seed: Natural = 0) -> Samples:
-        """Make independent draws of all weights, which are one chain of `Samples`.
+        """Make independent draws of all weights, as one chain of `Samples`.
 
         Args:
             draws: Number S of draws.

@@ -1,5 +1,5 @@
-"""The network and its likelihood in files of posteriors, so that a posterior is read for the module
-that it was made for.
+"""The network and its likelihood in files of posteriors, so that a posterior is only loaded for its
+own module.
 """
 
 import json
@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Likelihood
 
 
 def network_of(module: nn.Module, covered: Iterable[str]) -> str:
-    """Return a digest of a module's layers, and of the parameters and buffers other than those
+    """Return a digest of a module's layers, and of the parameters and buffers that are not in
     `covered`.
     """
     inside = set(covered)
@@ -39,7 +39,7 @@ def likelihood_of(
     """Return the likelihood that a file describes.
 
     Raises:
-        ValueError: `given` is another likelihood, or is None while the stored class is not known
+        ValueError: `given` is another likelihood, or is None while the stored class is unknown
             here.
     """
     found = json.loads(stored)
@@ -58,15 +58,15 @@ def likelihood_of(
 def check_network(
     path: str | os.PathLike[str], stored: str, names: list[str], module: nn.Module, layout: Layout
 ) -> None:
-    """Check that a file is of this module, and of the parameters that a layout covers.
+    """Check that a file belongs to this module, and to the parameters that a layout covers.
 
     Raises:
-        ValueError: It is of another one.
+        ValueError: It belongs to others.
     """
     own = list(layout.names)
     if names == own and stored == network_of(module, own):
         return
     raise ValueError(
-        f"{str(path)!r} was made for other layers or options, other weights or buffers beside, or "
+        f"{str(path)!r} was made for other layers or options, other weights or buffers besides, or "
         f"for other weights than {own}: it covers {names}; load it for the model as it was"
     )

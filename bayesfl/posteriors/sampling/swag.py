@@ -1,4 +1,4 @@
-"""SWAG: the Gaussian around the average of SGD's iterates that has their spread."""
+"""SWAG: a Gaussian with the mean and the spread of SGD's iterates."""
 
 import torch
 from torch import Tensor, nn
@@ -35,33 +35,33 @@ def swag(
     """Draw from the Gaussian with the mean of SGD's iterates, whose covariance is half their
     variances plus half the covariance of the last ones.
 
-    With the mean m and the variances v of all iterates w_i, and as columns of D the last `rank`
-    deviations w_i - m_i from the mean m_i up to then, a draw is
+    With the mean m and the variances v of all iterates w_i, and a matrix D whose columns are the
+    last `rank` deviations w_i - m_i from the mean m_i so far, a draw is
 
         m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2),      e, f standard normal.
 
-    Its width is that of SGD's path at this rate and batch size, which need not be the posterior's;
-    without batches there is next to none.
+    Its width is that of SGD's path at this rate and batch size, which may differ from the
+    posterior's; without batches it is close to zero.
 
     Maddox, Garipov, Izmailov, Vetrov, Wilson, "A simple baseline for Bayesian uncertainty in deep
     learning", NeurIPS 2019, algorithm 1.
 
     Args:
         model: Any module, which is not changed; SGD starts from its weights, in evaluation mode.
-        x: Training inputs [N, ...], or batches (x, y) of them that can be read again and again, as
-            a DataLoader.
-        y: Labels or targets [N, ...]; None where batches bring them.
+        x: Training inputs [N, ...], or batches (x, y) that can be read repeatedly, such as a
+            DataLoader.
+        y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are uncertain, a pattern over names such as `head.*`.
+        pattern: The uncertain parameters, a pattern over names such as `head.*`.
         draws: Number of draws.
-        warmup: Number of steps before the iterates count.
-        averages: Number of iterates that count.
-        thin: Number of steps from one of these to the next.
-        rank: Number of the last ones that give covariances; all where there are fewer.
-        batch_size: Number of examples of a step, for inputs and labels; None for all of them.
+        warmup: Number of steps before iterates are averaged.
+        averages: Number of averaged iterates.
+        thin: Number of steps from one averaged iterate to the next.
+        rank: Number of last iterates for covariances; all if there are fewer.
+        batch_size: Number of examples in a step, for inputs and labels; None for all of them.
         optimiser: Optimiser of the mean over examples of the negative log joint density.
         seed: Seed of the order of examples, and of the draws.
 
@@ -92,7 +92,7 @@ def swag(
             last = [*last, w - mean][-rank:]
     if not bool(w.isfinite().all()):
         raise ValueError(
-            "SGD's iterates are not finite: take a lower rate, as optimiser=SGD(1e-3), and scale "
+            "SGD's iterates are not finite: use a lower rate, as optimiser=SGD(1e-3), and scale "
             "the inputs"
         )
     noise = generator(seed, Purpose.POSTERIOR).standard_normal((draws, len(w) + len(last)))

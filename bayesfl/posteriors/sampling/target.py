@@ -1,5 +1,5 @@
-"""The posterior of one module's weights as a density that gradients are taken of: the likelihood of
-the data, in batches, and a Gaussian prior.
+"""The posterior of one module's weights as a differentiable density: the likelihood of the data, in
+batches, and a Gaussian prior.
 """
 
 import math
@@ -34,19 +34,19 @@ from bayesfl.posteriors.linearised import as_labels
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """The posterior p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), of the
-    weights of one module; made by `Target.of`.
+    """Describe the posterior p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision),
+    of the weights of one module; made by `Target.of`.
 
     Args:
         model: A copy of the module, in evaluation mode, whose own parameters get no gradients.
-        layout: Which parameter each of the D weights belongs to.
+        layout: The parameter that each of the D weights belongs to.
         likelihood: Distribution of y given the module's outputs.
         loc: The module's own weights, [D].
         precision: Precision of the prior, [D].
         centre: Mean of the prior, [D].
-        data: Inputs and labels, or batches of them; None where they are not kept.
+        data: Inputs and labels, or batches of them; None if they are not kept.
         examples: Number N of examples.
-        passed: Number of batches in a pass over the data, where they come in batches; 0 otherwise.
+        passed: Number of batches in a pass over the data, if they come in batches; 0 otherwise.
         width: Shape of the outputs for one example.
     """
 
@@ -77,7 +77,7 @@ class Target:
 
         Raises:
             ValueError: There are no data, they can be read only once, or they do not fit the
-                module's outputs and the likelihood; the outputs depend on weights that are no
+                module's outputs and the likelihood; the outputs depend on weights that are not
                 parameters; `precision` or `centre` has another size, or `precision` is not > 0.
         """
         layout = Layout(model, pattern)
@@ -94,7 +94,7 @@ class Target:
         """Return the same target with these data.
 
         Raises:
-            ValueError: As by `of`; or there is another number of examples than the target has.
+            ValueError: See `of`; or there is another number of examples than the target has.
         """
         examples, passed, width = 0, 0, ()
         for inputs, labels in labelled(x, y, self.loc):
@@ -107,7 +107,7 @@ class Target:
                 raise ValueError(
                     "the likelihood of examples is NaN before the first step; there is NaN in "
                     f"{', '.join(name for name, t in read if t.isnan().any()) or 'the outputs'}: "
-                    "leave these rows out, or fill them in"
+                    "leave these rows out, or impute them"
                 )
             if not examples:
                 refuse_unseen(self.model, in_precision(inputs, self.loc.dtype))
@@ -120,8 +120,8 @@ class Target:
             )
         if self.examples not in (0, examples):
             raise ValueError(
-                f"the posterior is of {self.examples} examples, and these are {examples}; pass "
-                "those that it was fitted to"
+                f"the posterior was fitted to {self.examples} examples, but these are {examples}; "
+                "pass the examples of the fit"
             )
         passed = 0 if one_batch(x) else passed
         return replace(self, data=(x, y), examples=examples, passed=passed, width=width)
@@ -131,11 +131,11 @@ class Target:
         return call_at(self.model, self.layout.leaves(w), x)
 
     def nll(self, w: Tensor, x: Inputs, y: Tensor) -> Tensor:
-        """Compute the negative log likelihood of a batch at weights `w` [D], in nats, scaled to the
-        sum over all N examples that it is an estimate of.
+        """Compute the negative log likelihood of a batch at weights `w` [D], in nats, scaled to
+        estimate the sum over all N examples.
 
-        Batches that were passed need not be drawn at random. One counts as often as there are
-        batches in a pass, whatever its size, so that every example weighs the same.
+        Batches that a user passes need not be random. Each is scaled by the number of batches in a
+        pass, whatever its size, so that every example has the same weight.
         """
         losses = self.likelihood.nll(self.outputs(w, x), y)
         return losses.sum() * (self.passed or self.examples / len(losses))
@@ -160,19 +160,19 @@ class Target:
 
         Args:
             batch_size: Size of the batches into which each pass over inputs and labels is split, in
-                an order of its own; None for all at once. Batches that were passed stay as they
-                are.
+                a new order for each pass; None for all at once. Batches that a user passes stay
+                unchanged.
             seed: Seed of the orders.
-            chain: Number of the chain, which has orders of its own.
+            chain: Number of the chain; each chain has different orders.
 
         Raises:
-            ValueError: `batch_size` is given beside batches.
+            ValueError: `batch_size` is given in addition to batches.
         """
         whole = one_batch(self.data[0])
         if batch_size is not None and not whole:
             raise ValueError(
-                "batch_size splits inputs and labels, and batches are given, which have sizes of "
-                "their own: leave it out"
+                "batch_size splits inputs and labels, but the given batches have their own sizes: "
+                "leave it out"
             )
         if batch_size is None:
             once = list(self.once()) if whole else []
@@ -188,9 +188,7 @@ class Target:
             epoch += 1
 
     def once(self) -> Iterator[tuple[Inputs, Tensor]]:
-        """Yield inputs and labels once, in the model's precision and as the likelihood takes
-        them.
-        """
+        """Yield inputs and labels once, in the model's precision and in the likelihood's form."""
         for x, y in labelled(*self.data, self.loc):
             labels = checked(self.likelihood, torch.empty(count(x), *self.width, device="meta"), y)
             yield in_precision(x, self.loc.dtype), _floats(labels, self.loc.dtype)
@@ -210,7 +208,7 @@ def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """
     if isinstance(likelihood, Quantiles):
         raise ValueError(
-            f"{likelihood} is a loss and no density, so that there is nothing to sample; take "
+            f"{likelihood} is a loss and not a density, so there is nothing to sample; use "
             "Gaussian() or another likelihood"
         )
     if isinstance(likelihood, Gaussian | Poisson):

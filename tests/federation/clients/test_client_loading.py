@@ -75,7 +75,9 @@ def test_clients_that_are_called_by_numbers(short: Result, clients: FederatedDat
     ],
 )
 def test_names_that_are_no_folders(names: tuple[str, ...], bad: str):
-    words = rf"names become folders, and {re.escape(repr(bad))} .*result\.client\(\.\.\.\)\.save"
+    words = (
+        rf"names become folder names, but {re.escape(repr(bad))} .*result\.client\(\.\.\.\)\.save"
+    )
     with pytest.raises(ValueError, match=words):
         check_file_names(names)
     check_file_names(("Bern", "Chur", "x" * 255))

@@ -199,7 +199,7 @@ def test_predictions_that_are_not_finite_are_named():
     )
     one = run(bf.algorithms.fedavg(Roots(2, 2), epochs=1), data, evaluate_every=None).client("Chur")
     with pytest.warns(
-        UserWarning, match="predictions of 'Chur' for 2 rows are not finite, the first is row 1"
+        UserWarning, match="predictions of 'Chur' are not finite for 2 rows, first for row 1"
     ):
         probs = one.predict([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0]]).probs
     assert probs.isnan().any(-1).tolist() == [False, True, True]
@@ -245,12 +245,12 @@ def test_damaged_and_foreign_files_are_refused(ditto: Result, tmp_path: Path):
     )
     for folder, given, error, words in (
         (tmp_path / "empty", method, CheckpointError, files.CLIENT_FILE),
-        (models, method, CheckpointError, r"2 of them.*one.*two"),
+        (models, method, CheckpointError, r"of 2 clients.*one.*two"),
         (
             tmp_path / "shared",
             method,
             CheckpointError,
-            r"several clients, 2 of them.*client-0.*client-1",
+            r"models of 2 clients.*client-0.*client-1",
         ),
         (
             models / "two",
@@ -620,7 +620,7 @@ def test_a_file_needs_the_transform_that_it_was_made_with(
             "one",
             method,
             None,
-            r"one.*function of inputs: transform: saved {.*bright.*}, given None; give that one by",
+            r"one.*function of inputs: transform: saved {.*bright.*}, given None; pass that one as",
         ),
         (
             "one",
@@ -690,7 +690,7 @@ def test_a_run_that_was_loaded_without_data_knows_its_inputs(pictures: Result, t
     pictures.save(tmp_path / "pictures")
     with pytest.raises(
         ValueError,
-        match=r"'1' predicts for what the transform .*bright.* makes .*bf\.load\(path, algorithm, "
+        match=r"'1' needs the transform .*bright.* for its inputs.*bf\.load\(path, algorithm, "
         r"clients\)",
     ):
         bf.load(tmp_path / "pictures", pictures.algorithm).client(1)
@@ -725,6 +725,6 @@ def test_the_network_alone_is_enough(model: nn.Module, tmp_path: Path):
 
     method = bf.algorithms.fedavg(network, likelihood=Own())
     run(method, rows, evaluate_every=None).client(0).save(tmp_path / "needs")
-    with pytest.raises(CheckpointError, match=r"needs the method .*Own has part"):
+    with pytest.raises(CheckpointError, match=r"needs the method .*predictions use .*Own"):
         bf.load_client(tmp_path / "needs", network)
     assert bf.load_client(tmp_path / "needs", method).name == "client 0"

@@ -119,7 +119,7 @@ def test_a_posterior_is_refused(tmp_path: Path):
     method = replace(
         bf.algorithms.fedper(network), predictor=bf.predictors.LinearisedLaplace(precision=1.0)
     )
-    with pytest.raises(ValueError, match=r"by a posterior, .*plug_in=True"):
+    with pytest.raises(ValueError, match=r"over a posterior, .*plug_in=True"):
         trained(method, rows).client(0).export(tmp_path / "model.onnx", rows.test.client(0)[0])
 
 

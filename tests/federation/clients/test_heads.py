@@ -140,7 +140,7 @@ def test_a_network_that_declares_its_head_first():
 
 
 def test_what_has_no_head(clients: FederatedData):
-    with pytest.raises(ValueError, match="no body in common"):
+    with pytest.raises(ValueError, match="no common body"):
         bf.with_heads(bf.algorithms.fedem(bf.models.mlp(clients.inputs, outputs=10)))
 
 

@@ -231,7 +231,9 @@ def test_where_the_network_alone_is_better(fedavg: Result, precision: float):
             fedavg.laplace("diagonal", precision=precision)
         return
     assert float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5
-    told = f"{float(plain.mean()):.3g} nats .* {float(averaged.mean()):.3g} by .*Temperature\\(\\)"
+    told = (
+        f"{float(plain.mean()):.3g} nats .* {float(averaged.mean()):.3g} with .*Temperature\\(\\)"
+    )
     with pytest.warns(UserWarning, match=told):
         found = fedavg.laplace("diagonal", precision=precision)
     rows = fedavg.data.validation
@@ -276,7 +278,7 @@ def test_who_is_refused(clients: FederatedData, fedavg: Result):
     options that are none.
     """
     network = mlp(clients)
-    with pytest.raises(ValueError, match=r"no whole network: blocks \['head'\] stay"):
+    with pytest.raises(ValueError, match=r"no complete network: blocks \['head'\] stay"):
         trained(bf.algorithms.fedper(network, epochs=1), clients).laplace()
     with pytest.raises(ValueError, match=r"keep \['v'\], .* take result\.laplace\(\)"):
         replace(METHODS["ditto"](network), predictor=PooledLaplace())
@@ -285,7 +287,7 @@ def test_who_is_refused(clients: FederatedData, fedavg: Result):
     private = replace(
         fedavg, settings=replace(fedavg.settings, sampling="poisson", aggregation="x")
     )
-    with pytest.raises(ValueError, match="PooledCurvature asks clients for sums that no noise"):
+    with pytest.raises(ValueError, match="PooledCurvature asks clients for sums without noise"):
         private.laplace()
     with pytest.raises(ValueError, match=r"structure must be 'last_layer', .* got 'kron'"):
         fedavg.laplace("kron")  # pyright: ignore[reportArgumentType]

@@ -84,7 +84,7 @@ def test_files_and_clients_keep_it(
     ):
         same(model.predict(x), one)
     with pytest.raises(
-        ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"
+        ValueError, match="is calibrated for its full predictions, but plug_in=True gives others"
     ):
         served.client(2).save(tmp_path / "other", plug_in=True)
 
@@ -112,13 +112,13 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
         (
             lambda: result.calibrate(Conformal(), aggregation=SecureSum(range=2)),
             ValueError,
-            r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
+            r"client \d answers with numbers up to .*, outside SecureSum\(range=2\); .*pass "
             r"range=\d+",
         ),
         (
             lambda: SecureSum().added({3: {"g": torch.ones(())}}),
             ValueError,
-            "a sum of one client's answer is that answer",
+            "a sum over one client is that client's answer",
         ),
     ):
         with pytest.raises(error, match=words):
@@ -186,13 +186,13 @@ def test_what_is_refused(result: Result, served: Result):
     for refused, words in (
         (
             lambda: result.calibrate(Temperature(split="tuning")),
-            r"Temperature reads the split 'tuning', and the data have rows in \['train', 'test', "
+            r"Temperature reads the split 'tuning', but .*rows only in \['train', 'test', "
             ".*name one of them",
         ),
-        (lambda: served.predict(draws=7), "draws=7 makes other predictions than those that were"),
+        (lambda: served.predict(draws=7), "draws=7 gives other predictions than the"),
         (
             lambda: served.client(0).predict(torch.zeros(1, 64), draws=7),
-            "draws=7 makes other predictions than those that were calibrated",
+            "draws=7 gives other predictions than the calibrated ones",
         ),
         (
             lambda: result.calibrate(type("Own", (Temperature,), {})()).save("nowhere"),

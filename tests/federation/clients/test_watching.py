@@ -85,7 +85,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     [
         ({"by": "town"}, "by must be 'client' or 'label'"),
         ({"delta": 0}, "delta must lie within"),
-        ({"split": "later"}, r"reads the split 'later', and the data have"),
+        ({"split": "later"}, r"reads the split 'later', but the data have"),
         ({"groups": [["a"]]}, "groups must have a list for each of 3 clients"),
     ],
 )
@@ -214,7 +214,7 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
     loaded = bf.load(tmp_path, other.algorithm, data)
     model, (x, y) = served.client(0), data.test.client(0)
     with pytest.raises(
-        ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"
+        ValueError, match="is calibrated for its full predictions, but plug_in=True gives others"
     ):
         dataclasses.replace(model, plug_in=True).scores(x, y)
     model.save(tmp_path / "client")
@@ -229,7 +229,7 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
         lambda: other.calibrate(Abstention(risk=0.3)),
         lambda: other.client(0),
     ):
-        with pytest.raises(ValueError, match="fitted to another way of predicting"):
+        with pytest.raises(ValueError, match="fitted for another predictor"):
             read()
     served.save(tmp_path)
     assert torch.equal(

@@ -325,11 +325,11 @@ def test_weights_that_are_data_are_replaced_where_told(
         (
             {},
             {"admission": bf.Admission(below_minimum="repeat")},
-            "below_minimum='repeat' would let",
+            "below_minimum='repeat' would reveal",
         ),
         ({}, {"admission": bf.Admission("skip")}, r"max_norm=100 .*max_norm=None"),
         ({}, {"checkpoint": "runs", "every": 2}, r"every=2 .*every=1"),
-        ({"delta": 0.08}, {}, r"delta=0\.08 .*one of 7 clients.*far below 1 / 7, as 0\.001"),
+        ({"delta": 0.08}, {}, r"delta=0\.08 .*one of 7 clients.*far below 1 / 7, such as 0\.001"),
     ],
 )
 def test_runs_that_do_not_work(
@@ -409,7 +409,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
         with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(var"):
             found.calibrate(step)
-    with pytest.warns(UserWarning, match="by which the result is judged"):
+    with pytest.warns(UserWarning, match="which evaluates the result"):
         assert len(found.calibrate(bf.calibration.Bias(split="test", variance=1.0)).steps) == 1
     tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
     with pytest.raises(ValueError, match="asks clients for sums"):

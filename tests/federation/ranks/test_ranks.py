@@ -91,7 +91,7 @@ def test_ranks_have_the_bits_of_one_process(
     inner = ", ".join(["claimed", *["simulate"] * (ranks - 1)])
     for each in several:
         for told, names in zip(each["apart"][:2], (calls, inner), strict=True):
-            assert told.startswith(f"ranks make other calls at once: {names};")
+            assert told.startswith(f"ranks make different calls at once: {names};")
         for told, other in zip(
             each["apart"][2:], ("methods", "settings", "rows to predict"), strict=True
         ):

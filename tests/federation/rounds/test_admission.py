@@ -104,7 +104,7 @@ def test_a_message_as_declared():
         (4, {"w.loc": loc, "count": count}, None),
         (3, {"w.loc": loc, "count": count}, "it answers round 4, not round 5"),
         (4, {"w.loc": loc}, "tensors ['count'] are missing"),
-        (4, {"w.loc": "x", "count": count}, "w.loc is a str, no tensor"),
+        (4, {"w.loc": "x", "count": count}, "w.loc is a str, not a tensor"),
         (
             4,
             {"w.loc": torch.zeros(3), "count": count},

@@ -29,7 +29,7 @@ WORDS = {
     "larger": "declared as",
     "nan": "is not finite",
     "infinite": "is not finite",
-    "far": r"it went .* more than",
+    "far": r"its distance .* more than",
 }
 
 

@@ -138,7 +138,7 @@ def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tm
     used = EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False)
     run(method, clients, on_round=[used])
     other = run(method, clients, seed=8, rounds=2)
-    with pytest.warns(UserWarning, match="is gone"):
+    with pytest.warns(UserWarning, match="is lost"):
         found = run(method, clients, seed=8, rounds=2, resume=other, on_round=[used])
     assert_close(state(found), state(other), atol=0, rtol=0)
     folder = tmp_path / "run"

@@ -112,11 +112,11 @@ def test_other_clients_are_refused(result):
     )
     for call, given, words in (
         (result.predict, {"split": data.test.select([0, 1])}, r"2 clients.* 7.*result\.adapt"),
-        (result.predict, {"split": others.test}, "of other clients.*result.adapt"),
+        (result.predict, {"split": others.test}, "to other clients.*result.adapt"),
         (
             result.predict,
             {"split": data.test.select([1, 0, 2, 3, 4, 5, 6])},
-            "of other clients.*result.adapt",
+            "to other clients.*result.adapt",
         ),
         (result.predict, {"draws": 2.5}, r"^draws .*got 2\.5"),
         (result.predict, {"draws": -1}, "^draws .*0.* got -1"),

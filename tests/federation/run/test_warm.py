@@ -78,7 +78,7 @@ def test_new_clients_are_adapted_as_by_adapt(model, clients: FederatedData):
     made = bf.algorithms.ditto(model, epochs=1, batch_size=None, adapt_epochs=3)
     before = run(made, clients.select(range(5)), rounds=2, evaluate_every=None)
     novel = before.adapt(clients.select([5, 6]))
-    with pytest.warns(UserWarning, match="by their places"):
+    with pytest.warns(UserWarning, match="by position"):
         begun = run(
             replace(made, phases=()), clients, rounds=1, seed=9, start=before, evaluate_every=None
         )
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: P
         ),
         (method, {"start": tmp_path}, CheckpointError, "no saved run"),
         (method, {"start": 3}, TypeError, "start must name a folder.*got 3"),
-        (method, {"start": before, "resume": before}, ValueError, "start .*resume goes on"),
+        (method, {"start": before, "resume": before}, ValueError, "start .*resume continues"),
     ):
         with pytest.raises(error, match=words):
             run(made, clients, seed=9, **options)
@@ -203,7 +203,8 @@ def test_unnamed_clients_of_another_number_are_told(
         run(method, unnamed, **{**options, "start": back})  # and who comes back
         assert "places" not in caplog.text
     with pytest.warns(
-        UserWarning, match=r"before has 7 clients and this one 6, .*places .*names=.*client_ids="
+        UserWarning,
+        match=r"the earlier run has 7 clients and this one 6, .*position .*names=.*client_ids=",
     ) as told:
         run(method, shifted, **options)
     assert told[0].filename.endswith("made.py")
@@ -269,7 +270,7 @@ def test_a_run_that_goes_on_began_from_the_same_start(
         before, known=replace(clients, client_names=tuple(f"town {j}" for j in range(7)))
     )
     words = (
-        r"run' holds a run that began from round 1 of a run with seed 3 \(digest \w{16}\), and "
+        r"run' has a run that started from round 1 of a run with seed 3 \(digest \w{16}\), but "
         r"start is round 1 of a run with seed"
     )
     longer = run(bf.algorithms.fedavg(model, epochs=2), clients, rounds=1, evaluate_every=None)
@@ -291,10 +292,10 @@ def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, t
         (
             "run",
             3,
-            "run' holds a run that began from the method's own start, and start is round 1 .*or "
+            "run' has a run that started from the method's own start, but start is round 1 .*or "
             "leave start out",
         ),
-        ("saved", 9, "saved' holds a saved result"),
+        ("saved", 9, "saved' contains a saved result"),
     ):
         folder = tmp_path / name
         with pytest.raises(ValueError, match=words):

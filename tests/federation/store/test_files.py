@@ -81,8 +81,8 @@ def test_another_kind_and_another_format_are_told(
     monkeypatch.setattr("bayesfl.base.archive.FORMAT", 7)
     with pytest.raises(
         CheckpointError,
-        match=rf"has format 6, which bayesfl {bf.__version__} wrote and reads, and this version "
-        r"does not",
+        match=rf"has format 6, which bayesfl {bf.__version__} wrote and can read; this version "
+        r"cannot",
     ):
         bf.load(saved, algorithm())
 
@@ -190,7 +190,9 @@ def test_a_full_disk_names_the_folder(saved: Path, clients, tmp_path: Path, monk
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(OSError, match=r"run/state.*No space left.*were in .*run' before are whole"):
+    with pytest.raises(
+        OSError, match=r"run/state.*No space left.*Earlier files in .*run' are undamaged"
+    ):
         run.save(tmp_path / "run")
     assert bf.load(tmp_path / "run", algorithm(), clients).round == run.round
     assert [file.name for file in (tmp_path / "run").iterdir()] == [STATE]
@@ -261,5 +263,5 @@ def test_a_step_of_ones_own(
     found = bf.load(tmp_path, method, held)
     assert_close(found.predict().probs, result.predict().probs, equal_nan=True)
     monkeypatch.setattr(Halved, "by", 3.0)
-    with pytest.raises(CheckpointError, match="Halved has other code"):
+    with pytest.raises(CheckpointError, match="code of the class Halved has changed"):
         bf.load(tmp_path, method, held)
