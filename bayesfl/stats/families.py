@@ -36,11 +36,14 @@ class Family(ABC):
         name: Its name, with its link.
         own: Names of parameters of its own, beside the linear predictor.
         ratio: What the exponential of a coefficient is called; None where it says nothing.
+        largest: Linear predictor above which draws of a hierarchy's parameters count as at it,
+            since Hessians would be singular by rounding.
     """
 
     name: str
     own: tuple[str, ...] = ()
     ratio: str | None = None
+    largest: float = math.inf
 
     @abstractmethod
     def check(self, y: Tensor, site: str) -> None:
@@ -153,6 +156,7 @@ class Poisson(Family):
 
     name = "poisson, log link"
     ratio = "rate ratio"
+    largest = 25.0  # a rate of 7e10
 
     def check(self, y: Tensor, site: str) -> None:
         """Raise ValueError if an outcome is no count."""

@@ -113,7 +113,8 @@ def _at(
     """Return each group's part of f [..., G], of its slope [..., G, r] and of its Hessian
     [..., G, r, r] at u [..., G, r]; f summed to [..., 1] where groups have effects in common.
     """
-    pieces = family.pieces(fixed + (z * u[..., None, :]).sum(-1), groups.y, phi.own)
+    eta = (fixed + (z * u[..., None, :]).sum(-1)).clamp(max=family.largest)
+    pieces = family.pieces(eta, groups.y, phi.own)
     w, share = groups.weights, groups.share
     value = (w * pieces.loss).sum(-1) + (share * u.square()).sum(-1) / 2
     slope = ((w * pieces.slope[..., 0])[..., None] * z).sum(-2) + share * u
@@ -248,7 +249,7 @@ def _quadrature(
     at = u[..., 0, None] + spread[..., None] * roots  # [..., G, nodes]
     eta = fixed[..., None, :] + at[..., None] * z[..., 0].unsqueeze(-2)
     own = phi.own.unsqueeze(-1)
-    loss = family.pieces(eta, groups.y[:, None], own).loss
+    loss = family.pieces(eta.clamp(max=family.largest), groups.y[:, None], own).loss
     inside = -(groups.weights[:, None] * loss).sum(-1) - at.square() / 2
     logs = inside + roots.square() + masses.log()
     return logs.logsumexp(-1) + spread.log() - math.log(2 * math.pi) / 2

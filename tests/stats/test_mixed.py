@@ -592,3 +592,18 @@ def test_an_offset_is_in_the_outcomes_unit():
     ]
     offset, less = (fit.table()["REML"].to_numpy() for fit in fits)
     np.testing.assert_allclose(offset, less, rtol=1e-6)
+
+
+def test_draws_of_huge_rates_do_not_end_a_fit():
+    """Of rare counts and two effects the proposal reaches rates whose Hessians are singular."""
+    rng = np.random.default_rng(3)
+    rows = {}
+    for site in "abcdef":
+        x = rng.normal(50, 5, size=20)
+        a, b = rng.normal(0, 0.4), rng.normal(0.3, 0.3)
+        rows[site] = pd.DataFrame({"x": x, "y": rng.poisson(np.exp(a - 3 + b * (x - 50) / 5))})
+    given = bf.stats.tables(rows, outcome="y", terms=["x"])
+    fit = bf.stats.mixed(given, family="poisson", random=["1", "x"], draws=300)
+    plain = bf.stats.glm(given, family="poisson").table().loc["x", "coef"]
+    found = fit.table().loc["x"]
+    assert abs(found["mean"] - plain) < found["sd"]
