@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bayesfl import stats
-from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figure
+from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, natural, new_figure
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
@@ -333,7 +333,7 @@ def lung(ax: Axes) -> None:
     pooled = CoxPHFitter().fit(rows[[*terms, "time", "dead"]], "time", "dead")
     own = [
         (f"{name} ({row.rows:.0f} patients)", row.estimate, row.low, row.high, INK, "s")
-        for name, row in list(found.iterrows())[:-1]
+        for name, row in sorted(list(found.iterrows())[:-1], key=lambda one: natural(one[0]))
         if not row.why
     ]
     joint = found.iloc[-1]

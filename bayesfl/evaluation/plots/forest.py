@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, natural, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +58,7 @@ def forest(
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     found = (fit.leave_one_out if without else fit.by_site)(term, level)
+    found = found.loc[[*sorted(found.index[:-1], key=natural), found.index[-1]]]
     ratio = fit.ratio is not None
     values = found[["estimate", "low", "high"]].to_numpy(float)
     joint, sites = values[-1], values[:-1]

@@ -88,3 +88,10 @@ def test_what_lies_far_away_is_an_arrow():
     assert np.log(high / low) < 20
     assert ax.texts[2].get_text() == "2e+47 [0e+00, inf]"
     ax.figure.canvas.draw()
+
+
+def test_sites_stand_in_natural_order():
+    sites = dict.fromkeys(["H10", "H2", "H1"], PLAIN["a"])
+    ax = bf.plots.forest(fit(None, **sites, all=PLAIN["all sites"]), "age")
+    names = [text.get_text().split()[0] for text in ax.get_yticklabels()]
+    assert names == ["H1", "H2", "H10", "all"]
