@@ -66,7 +66,8 @@ class Source:
 
     Example:
         >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
-        >>> source = bf.data.Source.from_parts(x[:15], y[:15], x[15:], y[15:], name="mine")
+        >>> kind = {"outputs": 2, "task": "classification"}
+        >>> source = bf.data.Source(x=x, y=y, train=15, **kind, info=bf.data.SourceInfo("mine"))
         >>> bf.data.iid(source, clients=2)
         FederatedData(mine, 2 clients; train 15, test 5)
     """

@@ -108,7 +108,7 @@ OWN, COUNTS = torch.Generator(), itertools.count()
         (lambda x: (x, x), r"^augment makes {'x\[0\]': .*'x\[1\]': .* of {'x': "),
         (writes, r"^augment writes into its input"),
         (lambda x: x > 0, r"^augment makes {'x': \('bool', .* of .*data\.transformed"),
-        (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
+        (lambda x: x + torch.rand(1, generator=OWN), r"its own generator"),
         (
             lambda x: x.float() / 0,
             r"^augment\(x\) holds NaN or infinite",

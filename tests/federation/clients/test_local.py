@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,32 +225,3 @@ def test_a_client_is_called_by_its_name(
     caplog.clear()
     run(burst_by_fine_tuning(model), data, rounds=1, admission=bf.Admission("skip"))
     assert f"fine-tuning of {called} is not finite" in caplog.text
-
-
-@pytest.mark.parametrize("place", [3, 150])
-def test_a_mapped_file_that_has_changed_since_is_told_as_such(place: int, tmp_path: Path):
-    """By its row, whether a look before the run saw it or not; where inputs are transformed or
-    augmented these are not blamed. A model that takes NaN as it comes trains on.
-    """
-    path, ids = tmp_path / "x.npy", np.repeat([0, 1], 100)
-    np.save(path, np.random.default_rng(0).normal(size=(200, 8)).astype("float32"))
-    clients = bf.data.from_arrays(np.load(path, mmap_mode="r"), ids, client_ids=ids, outputs=3)
-    method = bf.algorithms.fedavg(bf.models.mlp(8, outputs=3), epochs=1)
-    others = [clients.transformed(lambda x: 2 * x), clients.augmented(lambda x: 2 * x)]
-    row = int(clients.train.index[place])
-    np.load(path, mmap_mode="r+")[row, 5] = np.nan
-    words = rf"^client {place // 80} .*: x holds NaN or infinite numbers in row {row}: its file,"
-    with pytest.raises(bf.DivergenceError, match=words):
-        run(method, clients)
-    for other in others:
-        with pytest.raises(ValueError, match=r"^(transform|augment)\(x\) holds .* as x does: its"):
-            run(method, other)
-    patient = nn.Sequential(Filling(), bf.models.mlp(8, outputs=3))
-    assert run(bf.algorithms.fedavg(patient, epochs=1), clients, rounds=1).round == 1
-
-
-class Filling(nn.Module):
-    """Puts 0 where its inputs are NaN."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.nan_to_num()

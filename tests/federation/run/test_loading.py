@@ -52,7 +52,7 @@ def opened(
 )
 def test_another_algorithm_is_refused(saved: Path, clients, other, words):
     """By the names of its options."""
-    with pytest.raises(CheckpointError, match=rf"made with another method: {words}; give"):
+    with pytest.raises(CheckpointError, match=rf"made with another method: {words}; pass"):
         bf.load(saved, algorithm(**other), clients)
 
 

@@ -115,7 +115,7 @@ def test_a_function_that_cannot_be_recognised_is_refused_when_a_run_is_saved(
         progress=False,
         evaluate_every=None,
     )
-    with pytest.raises(ValueError, match=r"neither a name nor source text.*by def"):
+    with pytest.raises(ValueError, match=r"neither a name nor source text.*with def"):
         result.save(tmp_path)
     assert not list(tmp_path.iterdir())
 

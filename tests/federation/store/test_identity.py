@@ -53,7 +53,7 @@ def test_a_method_is_its_name_and_its_options():
     assert by_hand[0]["method"] == "composed by hand"
     assert differences(*by_hand) != {}
     for given, words in (
-        (other, r"ditto\.lam: saved 3\.0, given 2\.0; give"),
+        (other, r"ditto\.lam: saved 3\.0, given 2\.0; pass"),
         (replace(one, draws=0), "method: saved ditto, given composed by hand;"),
     ):
         with pytest.raises(CheckpointError, match=f"^it was made with another method: {words}"):
@@ -261,7 +261,7 @@ def test_three_differences_are_told():
         nn.Sequential(*[nn.BatchNorm1d(8, eps=eps) for _ in range(9)], nn.Linear(8, 3))
         for eps in (1e-5, 1e-3)
     )
-    with pytest.raises(CheckpointError, match=r"method: [^;]*; [^;]*; [^;]*; and 6 more; give"):
+    with pytest.raises(CheckpointError, match=r"method: [^;]*; [^;]*; [^;]*; and 6 more; pass"):
         same_method("it", identity(bf.algorithms.fedavg(one)), bf.algorithms.fedavg(other))
 
 
