@@ -66,8 +66,8 @@ class Source:
 
     Example:
         >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
-        >>> kind = {"outputs": 2, "task": "classification"}
-        >>> source = bf.data.Source(x=x, y=y, train=15, **kind, info=bf.data.SourceInfo("mine"))
+        >>> about = {"task": "classification", "info": bf.data.SourceInfo(name="mine")}
+        >>> source = bf.data.Source(x=x, y=y, train=15, outputs=2, **about)
         >>> bf.data.iid(source, clients=2)
         FederatedData(mine, 2 clients; train 15, test 5)
     """
