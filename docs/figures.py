@@ -102,13 +102,13 @@ def common_answer() -> str:
             calm = min(rows, key=lambda name: statistics.fmean(rows[name]["nll_tempered"]))
             leads[part] = best, calm
     accurate, likely = (
-        " and ".join(f"{pair[place]} on {part}" for part, pair in leads.items()) for place in (0, 1)
+        "; ".join(f"on {part} {pair[place]}" for part, pair in leads.items()) for place in (0, 1)
     )
     return said(
         f"""
-        The most accurate are {accurate}. The lowest NLL after one temperature have {likely}.
-        Differences among the first are often within a standard error, each method had one grid of
-        five rates, and {there} of {planned} planned cells are there.
+        Highest accuracy: {accurate}. Lowest NLL after one temperature: {likely}. The differences
+        among the first are often within a standard error, each method had one grid of five rates,
+        and {there} of {planned} planned cells were run.
         """
     )
 
