@@ -67,11 +67,12 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
     added = {}
     for name, buffers in found.items():
         block = plain[name]
-        if not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None):
+        mixed = not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None)
+        if mixed or not (block.pool or block.keep):
             raise ValueError(
-                f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes "
-                "other models of the clients', for whose statistics there is no rule; convert the "
-                "norms by bf.models.group_norm(model), or put them in eval mode"
+                f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} has no "
+                "rule for the clients' statistics; convert the norms by "
+                "bf.models.group_norm(model), or put them in eval mode"
             )
         values = Layout.of_buffers(model, tuple(buffers)).ravel(tensors_of(model))
         start = (

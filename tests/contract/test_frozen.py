@@ -28,7 +28,9 @@ def partly_frozen() -> nn.Module:
 @pytest.mark.filterwarnings(
     "ignore:most of the selected weights have no curvature"
 )  # a dead unit of the small body
-@pytest.mark.parametrize("case", sampled([*CASES, DECOUPLED]), ids=str)
+@pytest.mark.parametrize(
+    "case", sampled([case for case in (*CASES, DECOUPLED) if case.name != "fedsa_lora"]), ids=str
+)
 def test_what_is_frozen_stays_frozen(case: Case, clients: FederatedData):
     """By every kernel alike; the user's module is untouched, and what is sent is as much as the
     rest.

@@ -71,7 +71,7 @@ def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
 
 
 # Which wants a norm, and is otherwise fedper.
-METHODS = {str(case): case for case in CASES if case.name != "fedbn"}
+METHODS = {str(case): case for case in CASES if case.name not in ("fedbn", "fedsa_lora")}
 METHODS |= {
     name: lambda model, name=name: with_predictors(name, model)
     for name in ("full", "subnetwork", "diagonal", "belief", "mixture")

@@ -288,8 +288,9 @@ def test_clients_of_networks():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
-    "ignore:predictive_precision is at the (lower|upper) edge"
-)  # of networks that have hardly been trained
+    "ignore:predictive_precision is at the (lower|upper) edge",  # as hardly anything is trained
+    "ignore:There is a performance drop",  # torch's attention under vmap
+)
 def test_networks_run(tmp_path, capsys):
     """Every network under its methods at its quick size; frozen norms stay."""
     example = load("networks")

@@ -108,7 +108,7 @@ def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Pat
     best(tmp_path / "best", found.round + 1, checkpoint=tmp_path / "run")
     again = best(tmp_path / "best", checkpoint=tmp_path / "run")
     assert_close(state(again), state(found), atol=0, rtol=0)
-    with pytest.warns(UserWarning, match=rf"of round {found.round}.*folder="):
+    with pytest.warns(UserWarning, match=rf"from round {found.round}.*folder="):
         last = best(checkpoint=tmp_path / "run")
     assert last.round == found.round + 3
 
