@@ -787,7 +787,11 @@ def _not_run(name: str, part: str) -> str:
         + ("all." if of == saved["plan"][part]["methods"] else f"{'; '.join(of)}.")
         for seeds, of in missing.items()
     ]
-    told += [f"{'; '.join(of)} cannot: {error.rstrip('.')}." for error, of in failed.items()]
+    # What an error says, without its remedy.
+    told += [
+        f"{'; '.join(of)} cannot: {error.split(';')[0].rstrip('.')}."
+        for error, of in failed.items()
+    ]
     return " ".join(told) or "All planned cells were run."
 
 
