@@ -87,7 +87,7 @@ def marginals(
 
 @literal
 def predictions(
-    belief: Any,
+    posterior: Any,
     x: Any,
     y: Any = None,
     *,
@@ -96,15 +96,16 @@ def predictions(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw what is predicted over the inputs: of one input a curve with a band, or each class's
-    probability; of two a map of the uncertainty.
+    """Draw predictions over the inputs: over one input a curve with a band, or each class's
+    probability; over two inputs a map of the uncertainty.
 
-    The dark band is of the curve alone, the light one of new outcomes, each `level` of a normal
-    distribution. A map has the entropy of the class probabilities in nats, or the standard
+    The dark band is for the curve alone, the light one for new outcomes; each contains `level` of a
+    normal distribution. A map shows the entropy of the class probabilities in nats, or the standard
     deviation of a new outcome.
 
     Args:
-        belief: What has `predict`, as a posterior of `bf.posteriors` or `result.client(name)`.
+        posterior: A posterior of `bf.posteriors`, a client's model `result.client(name)`, or any
+            other object with `predict`.
         x: Inputs [N, 1] or [N, 2]. The diagram goes beyond them by a quarter of their range.
         y: Outcomes [N], which are drawn over one input; None to leave them out.
         level: Probability of a band.
@@ -116,7 +117,7 @@ def predictions(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There are other numbers of inputs, or numbers of several outputs.
+        ValueError: `x` has more than two inputs, or the model has several numeric outputs.
 
     >>> x = torch.linspace(-1, 1, 30)[:, None]
     >>> given = {"likelihood": bf.likelihoods.Gaussian(), "precision": 1.0}
@@ -133,7 +134,7 @@ def predictions(
     room = (high - low) / 4
     steps = torch.linspace(0, 1, points, dtype=rows.dtype)[:, None]
     sides = (low - room + steps * (high - low + 2 * room)).unbind(1)
-    found = belief.predict(torch.cartesian_prod(*sides).view(-1, len(sides)))
+    found = posterior.predict(torch.cartesian_prod(*sides).view(-1, len(sides)))
     told: Any = found if isinstance(found, dict) else vars(found)
     kept: Any = {name: t.double().cpu() for name, t in told.items() if isinstance(t, torch.Tensor)}
     probs = kept.get("probs")
