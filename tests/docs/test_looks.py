@@ -1,6 +1,6 @@
 """Code on the pages has enough contrast."""
 
-import runpy
+import re
 from pathlib import Path
 
 from pygments.styles import get_style_by_name
@@ -29,8 +29,8 @@ def test_contrast_is_that_of_wcag():
 
 def test_code_can_be_read():
     """At least 4.5 for every kind of token that one sees."""
-    styles = runpy.run_path(str(DOCS / "conf.py"))
-    for light, name in zip(PAPER, ("pygments_style", "pygments_dark_style"), strict=True):
-        for kind, look in get_style_by_name(styles[name]):
+    line = next(x for x in (DOCS / "conf.py").read_text().splitlines() if x.startswith("pygments"))
+    for light, name in zip(PAPER, re.findall('"(.+?)"', line), strict=True):
+        for kind, look in get_style_by_name(name):
             if look["color"] and str(kind) != "Token.Text.Whitespace":
                 assert contrast(look["color"], PAPER[light]) >= 4.5, (light, kind)
