@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from docutils import nodes
 from sphinx import addnodes
 
 import bayesfl
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mathematics import latex
 
 project = "bayesfl"
 author = "The bayesfl developers"
@@ -53,6 +57,7 @@ myst_heading_anchors = 3
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 90  # a longer one has a line for each argument
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
@@ -118,8 +123,8 @@ def _home(name: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Single backticks are code, or a reference where they name something of bayesfl; signs that
-    are no emphasis mean themselves.
+    """Single backticks are code, or a reference where they name something of bayesfl; dollar signs
+    are mathematics; signs that are no emphasis mean themselves.
     """
 
     def code(name: str) -> str:
@@ -127,14 +132,13 @@ def _prose(text: str) -> str:
             return f":py:obj:`~{_home(name.partition('.')[2])}`"
         return f"``{name}``"
 
-    parts = re.split(r"`([^`\n]+)`|((?<![\w*])\*\w[\w -]*\*(?![\w*]))", text)
-    out = []
-    for plain, literal, emphasis in zip(
-        parts[::3], [*parts[1::3], None], [*parts[2::3], None], strict=True
-    ):
-        out.append(re.sub(r"(?<!\\)([*|]|(?<=\w)_(?!\w))", r"\\\1", plain))
-        out.append(code(literal) if literal else emphasis or "")
-    return "".join(out)
+    out, done = "", 0
+    for found in re.finditer(r"`([^`\n]+)`|\$([^$\n]+)\$|(?<![\w*])\*\w[\w -]*\*(?![\w*])|$", text):
+        out += re.sub(r"(?<!\\)([*|]|(?<=\w)_(?!\w))", r"\\\1", text[done : found.start()])
+        literal, formula = found.groups()
+        out += code(literal) if literal else f":math:`{latex(formula)}`" if formula else found[0]
+        done = found.end()
+    return out
 
 
 def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -1,10 +1,13 @@
 """pFedVEM: personal heads under a hierarchical Gaussian, learned by variational EM.
 
-Model.  w_j | w ~ N(w, rho_j^2 I) for the head of client j, flat prior on w; a body shared by all.
-E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises the bound
-E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I)).
-M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
-M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  small rho_j, more weight.
+Model: $w_j | w ~ N(w, rho_j^2 I)$ for the head of client j, flat prior on w; a body that all share.
+
+E step (client): $q_j(w_j) = N(mu_j, diag sigma_j^2)$ maximises the bound
+$E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I))$.
+
+M step (client): $rho_j^2 = (|sigma_j|^2 + |mu_j - w|^2) / D$.
+
+M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$: a small rho_j gives more weight.
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
 (docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so

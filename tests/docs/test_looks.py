@@ -1,6 +1,7 @@
-"""Code on the pages has enough contrast."""
+"""Code on the pages has enough contrast, and formulas of docstrings are mathematics there."""
 
 import re
+import runpy
 from pathlib import Path
 
 from pygments.styles import get_style_by_name
@@ -34,3 +35,10 @@ def test_code_can_be_read():
         for kind, look in get_style_by_name(name):
             if look["color"] and str(kind) != "Token.Text.Whitespace":
                 assert contrast(look["color"], PAPER[light]) >= 4.5, (light, kind)
+
+
+def test_a_formula_is_read_as_mathematics():
+    latex = runpy.run_path(str(DOCS / "mathematics.py"))["latex"]
+    assert latex("w_j | w ~ N(w, rho_j^2 I)") == r"w_{j} \mid w \sim  N(w, \rho_{j}^{2} I)"
+    assert latex("sum_j tr(H_max^-1) <= 2 * x") == r"\sum_{j} \text{tr}(H_{\max}^{-1}) \le  2 \,  x"
+    assert latex("KL(q || p_old)") == r"\text{KL}(q \| p_{\text{old}})"
