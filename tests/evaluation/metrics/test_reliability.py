@@ -81,7 +81,8 @@ def test_bins_add_up():
     """The diagram's own errors are those of the pooled measures, and every example is in a bin."""
     case = federation()
     bins = metrics.reliability_bins(*case, bins=7)
-    pooled = [metrics.pooled(measure, *case, bins=7) for measure in (metrics.ece, metrics.mce)]
+    together = metrics.pool(*case)
+    pooled = [float(measure(*together, bins=7)) for measure in (metrics.ece, metrics.mce)]
     assert bins.examples == case[2].sum() == bins.count.sum()
     assert [bins.ece, bins.mce] == pytest.approx(pooled)
 
