@@ -128,18 +128,7 @@ def evidence(
     (height,) = {1 / watch.delta for watch in named.values()}
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for watch, look in zip(named.values(), lines(named), strict=True):
-        all_of = np.concatenate([[1.0], watch.history])
-        shown = np.clip(all_of, _LOW, _HIGH)
-        if (all_of > _HIGH).any():
-            ax.plot(
-                np.flatnonzero(all_of > _HIGH)[:1],
-                [_HIGH],
-                "^",
-                color=look["color"],
-                markersize=6,
-                gid="above",
-                clip_on=False,
-            )
+        shown = np.concatenate([[1.0], watch.history])
         ax.plot(np.arange(len(shown)), shown, linewidth=1.4, **look)
         reached = np.flatnonzero(shown >= height)
         if len(reached):
@@ -165,16 +154,7 @@ def evidence(
         fontsize="small",
     )
     ax.set_yscale("log")
-    if ax.get_ylim()[1] > _HIGH:
-        ax.set_ylim(top=3 * _HIGH)
-        ax.annotate(
-            "1e9 or more",
-            (1, _HIGH),
-            xycoords=ax.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize="small",
-        )
+    ax.set_ylim(*np.clip(ax.get_ylim(), _LOW, _HIGH))
     return finish(
         ax,
         title,
