@@ -258,13 +258,11 @@ def measure(
     row["pooled_aurc"] = detection.risk_coverage(*selective).aurc
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
-        scores = detection.scores(found)
         rows, clients = found.rows()
         known = replace(test, predictions=rows, clients=clients)
         tempered = pooled.apply(known).padded().probs
         assert tempered is not None
-        kept = {name: scores[name] for name in ("entropy", "epistemic") if name in scores}
-        return kept | {"tempered": detection.entropy(tempered)}
+        return doubts(found) | {"tempered": detection.entropy(tempered)}
 
     here = result.predict(outside["own"][0], draws=draws)
     inside = uncertainty(here)
@@ -275,6 +273,14 @@ def measure(
             told.append(areas(inside, uncertainty(there), here.mask, there.mask))
         row |= {f"{name}_{key}": float(np.mean([t[key] for t in told])) for key in told[0]}
     return row, {"diagram": (own, labels, mask), "coverage": covered}
+
+
+def doubts(found: Any) -> dict[str, Tensor]:
+    """Return the entropy, and the epistemic uncertainty where predictions have one, [J, N]."""
+    known = {"entropy": detection.entropy(found.probs)}
+    if bool(found.epistemic[found.mask].isfinite().any()):
+        known["epistemic"] = found.epistemic.double()
+    return known
 
 
 def areas(

@@ -2,7 +2,6 @@
 guaranteed.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -34,10 +33,6 @@ COARSE = 1e4
 """Standard deviation of a column beyond which whole numbers near its mean might be read back as
 others.
 """
-_SCATTER = (
-    "Coverage also depends on which calibration rows were drawn: where 50 of its own set a "
-    "threshold, with a standard deviation of {:.2f}, which the intervals leave out."
-)
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
@@ -206,11 +201,6 @@ class Audit(Shown):
                     else ""
                 ),
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
-                *(
-                    [_SCATTER.format(math.sqrt(self.level * (1 - self.level) / 50))]
-                    if self.below
-                    else []
-                ),
                 "All rows together: "
                 f"{self._pooled(int(np.asarray(self.held).sum()), int(self.rows.sum()))}.",
             ]

@@ -24,7 +24,6 @@ from torch import Tensor
 from bayesfl.base.numerics import levelled
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.scores import area
-from bayesfl.evaluation.predictions import Predictions, present
 
 
 def doubt(probs: Tensor) -> Tensor:
@@ -66,27 +65,6 @@ def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor
             "of logits take softmax(-1), of log probabilities exp()"
         )
     return term(probs.double()).sum(-1).to(torch.promote_types(probs.dtype, torch.float32)).double()
-
-
-def scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Compute every score that these predictions of classes have, [J, N] each.
-
-    Returns:
-        `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without
-        draws.
-
-    Example:
-        >>> clients = bf.data.iid("digits", clients=2)
-        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
-        >>> predictions = bf.simulate(method, clients, rounds=1).predict(clients.test)
-        >>> list(bf.detection.scores(predictions))
-        ['doubt', 'entropy']
-    """
-    probs = present(predictions.probs)
-    found = {"doubt": doubt(probs), "entropy": entropy(probs)}
-    if bool(predictions.epistemic[predictions.mask].isnan().all()):
-        return found
-    return found | {"epistemic": predictions.epistemic.detach().cpu().double()}
 
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:

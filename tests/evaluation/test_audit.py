@@ -133,12 +133,7 @@ def test_intervals_are_shared_among_units():
 def test_who_is_below_the_promise():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
-    for words in (
-        "Below the promise: b.",
-        "where 50 of its own set a threshold, with a standard deviation of 0.04",
-    ):
-        assert words in found.table()
-    assert "calibration rows" not in dataclasses.replace(found, held=np.array([184, 184])).table()
+    assert "Below the promise: b." in found.table()
     assert "left out" not in found.table()
     assert (
         "1 clients"

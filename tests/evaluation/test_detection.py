@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bayesfl.evaluation import detection, metrics
-from bayesfl.evaluation.predictions import Predictions
 
 
 def pair(
@@ -59,17 +58,6 @@ def test_scores_by_hand():
     tiny = torch.tensor([[1.0, 1e-20], [1.0, 1e-30]], dtype=torch.float64)
     assert detection.doubt(tiny).tolist() == pytest.approx([1e-20, 1e-30], rel=1e-12)
     assert detection.doubt(torch.tensor([[math.nan, math.nan]])).isnan().all()
-
-
-def test_scores_of_predictions():
-    """The epistemic part counts where there is one."""
-    probs, mask = torch.full((1, 2, 4), 0.25), torch.tensor([[True, False]])
-    plug_in = Predictions(mask=mask, epistemic=torch.full((1, 2), math.nan), probs=probs)
-    assert list(detection.scores(plug_in)) == ["doubt", "entropy"]
-    drawn = Predictions(mask=mask, epistemic=torch.tensor([[0.1, math.nan]]), probs=probs)
-    found = detection.scores(drawn)
-    assert list(found) == ["doubt", "entropy", "epistemic"]
-    assert_close(found["epistemic"][0, 0], torch.tensor(0.1).double())
 
 
 # Detection

@@ -238,11 +238,6 @@ class Fitted(Checked):
         filled = float(kind == "counts")  # a mean of counts is above 0
         mean, targets = (t.double().masked_fill(bad[:, None], filled) for t in (mean, targets))
         variance = variance.double().masked_fill(bad[:, None], 1)
-        if variance.numel() and not float(variance.min()) > 0:
-            raise ValueError(
-                f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the "
-                "observation noise"
-            )
         no_counts = (mean <= 0) | (targets < 0) | (targets != targets.round())
         if kind == "counts" and bool(no_counts.any()):
             raise ValueError(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only, predictions
+from bayesfl.evaluation.plots.inputs import names_of_results, only, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def reliability(
 
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
-    these = None if clients is None else chosen(clients, called)
+    these = None if clients is None else [place(client, called) for client in clients]
     if by == "pooled":
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:
