@@ -1,16 +1,22 @@
 """Diagrams client by client: who has which labels, and a measure against the rounds."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bayesfl.data.federated import FederatedData
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, finish, literal, new_figure, some, whole
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    INK,
+    Axes,
+    finish,
+    literal,
+    new_figure,
+    some,
+    whole,
+)
 from bayesfl.evaluation.report import in_prose
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _CELLS = 300  # cells of a table of labels that have their numbers written in them
 

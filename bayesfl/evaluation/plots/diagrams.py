@@ -1,7 +1,7 @@
 """Reliability diagrams: whether a classifier is as sure as it is right."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -9,11 +9,17 @@ from torch import Tensor
 from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
 from bayesfl.evaluation.plots.inputs import names_of_results, only, predictions
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    Axes,
+    Figure,
+    clean,
+    key,
+    literal,
+    new_figure,
+)
 
 _OVER: dict[str, Any] = {
     "color": "#F6CDB2",

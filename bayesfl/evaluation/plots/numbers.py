@@ -1,6 +1,6 @@
 """Diagrams of predicted numbers: whether intervals hold as many targets as they should."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,10 +8,16 @@ from torch import Tensor
 
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, finish, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    Axes,
+    clean,
+    finish,
+    literal,
+    new_figure,
+)
 
 LEVELS = np.linspace(0.05, 0.95, 19)
 """Probabilities of the intervals whose coverage is drawn."""

@@ -4,17 +4,14 @@ over one or two inputs.
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from bayesfl.base.options import Count, Share
-from bayesfl.evaluation.plots.look import BLUE, INK, finish, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, INK, Axes, finish, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Ends of the 90 % and 50 % intervals of a marginal, and its median."""

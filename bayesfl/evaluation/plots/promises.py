@@ -3,7 +3,7 @@ the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from bayesfl.evaluation.plots.look import (
     GREY,
     INK,
     OKABE_ITO,
+    Axes,
+    Figure,
     clean,
     finish,
     lines,
@@ -21,10 +23,6 @@ from bayesfl.evaluation.plots.look import (
     new_figure,
     some,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 RED = OKABE_ITO[1]
 _LOW, _HIGH = 1e-3, 1e9

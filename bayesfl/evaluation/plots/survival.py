@@ -1,13 +1,10 @@
 """Curves of survival, with intervals and a table of numbers at risk."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bayesfl.evaluation.plots.look import Axes, finish, lines, literal, new_figure
 
 
 @literal
