@@ -24,7 +24,7 @@ import script
 
 import bayesfl as bf
 from bayesfl.composition.predictors import PRECISIONS
-from bayesfl.evaluation import calibration, detection
+from bayesfl.evaluation import calibration
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
 
@@ -45,7 +45,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     tempered = fitted.apply(test).measured().summary()
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
     both = [result.predict(outside[name][0], draws=draws) for name in ("own", "near")]
-    told = detection.detection_summary(*map(detection.scores, both), *(one.mask for one in both))
+    told = example.areas(*map(example.doubts, both), *(one.mask for one in both))
     return found | {key: told[key] for key in ("entropy_auroc", "epistemic_auroc") if key in told}
 
 

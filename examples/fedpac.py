@@ -24,12 +24,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
+from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 
@@ -72,7 +74,11 @@ def block(result: Result, title: str, path: Path) -> list[float]:
     weights, cohort = (head[key].numpy() for key in ("weights", "cohort"))
     groups = cohort % (known if isinstance(known, int) else len(known))
     same = groups[:, None] == groups
-    axes = bf.plots.collaboration(weights, groups=groups.tolist(), title=title)
+    order = np.argsort(groups, kind="stable")
+    axes = new_figure((4.6, 4.0)).add_subplot()
+    image = axes.imshow(weights[np.ix_(order, order)], cmap="Blues", vmin=0)
+    axes.set(title=title, xlabel="whose model", ylabel="client, by group")
+    axes.figure.colorbar(image, label="weight")
     with atomic_path(path) as temporary:
         axes.figure.savefig(temporary)
     return [float((weights * same).sum(1).mean()), same.mean(), float(weights.diagonal().mean())]

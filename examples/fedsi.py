@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
+from bayesfl.base.surveys import conduct
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation import detection, report
-from bayesfl.evaluation.audit import audit
+from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import Conformal, Temperature, fit
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.surveys import Outputs
@@ -109,18 +110,13 @@ DOUBT = (
     report.Column("near_entropy_auroc", title="unseen labels: AUROC, entropy", better="higher"),
     report.Column("near_tempered_auroc", title="T pooled", better="higher"),
     report.Column("near_epistemic_auroc", title="epistemic", better="higher"),
-    report.Column("near_entropy_fpr95", title="FPR95, entropy", better="lower"),
     report.Column("far_entropy_auroc", title="permuted: AUROC, entropy", better="higher"),
     report.Column("far_epistemic_auroc", title="epistemic", better="higher"),
-    report.Column("far_entropy_fpr95", title="FPR95, entropy", better="lower"),
     report.Column("other_entropy_auroc", title="another data set: AUROC, entropy", better="higher"),
     report.Column("other_epistemic_auroc", title="epistemic", better="higher"),
 )
 DECISIONS = (
     report.Column("pooled_aurc", title="AURC", digits=4, better="lower"),
-    report.Column(
-        "accuracy_at_80", title="accuracy on the most confident four fifths", better="higher"
-    ),
     report.Column("set_coverage", title=f"conformal coverage, target {1 - ALPHA:g}"),
     report.Column("set_lowest", title="lowest client"),
     report.Column("set_size", title="classes in a set", digits=2, better="lower"),
@@ -250,7 +246,9 @@ def measure(
         tempered = classification_summary(probs, labels, mask, bins=BINS)
         row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece", "mce", "brier")}
     sets = fit(Conformal(level=1 - ALPHA), held, outputs).apply(test)
-    covered = audit(sets, outputs, names=data.client_names)
+    survey = Counting("client", data.client_names)
+    state = conduct(survey, survey.openly(sets), outputs)
+    covered = survey.audit(state, level=1 - ALPHA, risk=None, delta=0.05)
     row |= {
         "set_coverage": float(covered.coverage.mean()),
         "set_lowest": float(covered.coverage.min()),
@@ -258,16 +256,13 @@ def measure(
     }
     selective = detection.doubt(own), own.argmax(-1) == labels, mask
     row["pooled_aurc"] = detection.risk_coverage(*selective).aurc
-    row["accuracy_at_80"] = float(detection.selective_accuracy(*selective).nanmean())
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
-        scores = detection.scores(found)
         rows, clients = found.rows()
         known = replace(test, predictions=rows, clients=clients)
         tempered = pooled.apply(known).padded().probs
         assert tempered is not None
-        kept = {name: scores[name] for name in ("entropy", "epistemic") if name in scores}
-        return kept | {"tempered": detection.entropy(tempered)}
+        return doubts(found) | {"tempered": detection.entropy(tempered)}
 
     here = result.predict(outside["own"][0], draws=draws)
     inside = uncertainty(here)
@@ -275,11 +270,31 @@ def measure(
         told = []
         for split in outside[name]:
             there = result.predict(split, draws=draws)
-            told.append(
-                detection.detection_summary(inside, uncertainty(there), here.mask, there.mask)
-            )
+            told.append(areas(inside, uncertainty(there), here.mask, there.mask))
         row |= {f"{name}_{key}": float(np.mean([t[key] for t in told])) for key in told[0]}
     return row, {"diagram": (own, labels, mask), "coverage": covered}
+
+
+def doubts(found: Any) -> dict[str, Tensor]:
+    """Return the entropy, and the epistemic uncertainty where predictions have one, [J, N]."""
+    known = {"entropy": detection.entropy(found.probs)}
+    if bool(found.epistemic[found.mask].isfinite().any()):
+        known["epistemic"] = found.epistemic.double()
+    return known
+
+
+def areas(
+    inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], *masks: Tensor
+) -> dict[str, float]:
+    """Return the AUROC of each score that both mappings have, averaged over the clients that have
+    own examples and outsiders.
+    """
+    both = masks[0].any(-1) & masks[1].any(-1)
+    return {
+        f"{name}_auroc": float(detection.auroc(own, outside[name], *masks)[both].mean())
+        for name, own in inside.items()
+        if name in outside
+    }
 
 
 def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:

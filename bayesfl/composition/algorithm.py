@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.described import described
-from bayesfl.base.display.html import preview
 from bayesfl.base.inputs import Inputs, each
 from bayesfl.base.layout import Layout, aliases, covers
 from bayesfl.base.options import AT_LEAST_0, declared, instance
@@ -232,24 +231,6 @@ class Algorithm:
             f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items()
         )
         return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
-
-    def _repr_html_(self) -> str:
-        kinds = {
-            what: [type(getattr(block, what)).__name__ for block in self.blocks.values()]
-            for what in ("posterior", "prior", "pool")
-        }
-        columns = {
-            "block": list(self.blocks),
-            "weights": [self.layout(name).size for name in self.blocks],
-            **{
-                what: ["–" if kind == "NoneType" else kind for kind in of]
-                for what, of in kinds.items()
-            },
-            "kept by the client": ["yes" if b.keep else "no" for b in self.blocks.values()],
-        }
-        name = self.described_as()["method"] if self.made else "Algorithm"
-        phases = f"{len(self.phases)} phase{'s' * (len(self.phases) != 1)}"
-        return preview(columns, f"{name}: {type(self.model).__name__}, {phases}")
 
     def check_parts(self, parts: Iterable[str]) -> None:
         """Check that `parts` claim each parameter at most once.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.curvature.batches import Data
+from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import Inverse
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
@@ -58,12 +58,8 @@ class Covariance:
             MemoryError: R exceeds `limit`; the message has its size.
         """
         curved, order = int(inverse.curved.sum()), inverse.order
-        needed = 8 * curved * order
-        if needed > limit:
-            raise MemoryError(
-                f"its covariance, a factor of {curved} x {order} numbers, takes {needed} bytes, "
-                f"more than {limit}"
-            )
+        what = f"its covariance, a factor of {curved} x {order} numbers,"
+        require(8 * curved * order, limit, what, "use fewer examples or fewer weights")
         prior = inverse.variance[inverse.curved]
         eye = torch.eye(order, dtype=torch.float64, device=inverse.variance.device)
         back = torch.linalg.solve_triangular(inverse.chol.T, eye, upper=True)  # L^-T

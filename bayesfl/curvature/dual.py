@@ -87,11 +87,6 @@ class Inverse:
         )
 
     @property
-    def backend(self) -> str:
-        """Return the name of the backend that was used."""
-        return self.curvature.backend
-
-    @property
     def order(self) -> int:
         """Return the order K of the Cholesky factor."""
         return self.chol.shape[-1]
@@ -177,7 +172,9 @@ class Inverse:
             centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for
                 classes, for which adding a constant to all logits changes no probability.
         """
-        formed = self.form == "primal" or (self.indices is not None and self.backend != "layers")
+        formed = self.form == "primal" or (
+            self.indices is not None and self.curvature.backend != "layers"
+        )
         extra = 3 * self.order * self.scale.numel() + (self.size if formed else 0)
         return self.curvature.spread(x, self._between, centre=centre, extra=extra)
 

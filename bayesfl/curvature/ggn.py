@@ -237,39 +237,6 @@ class Curvature:
         self.check_finite(out.diagonal(), indices)
         return out
 
-    def gram(
-        self,
-        x: Data,
-        other: Data | None = None,
-        *,
-        weight: float | Tensor = 1.0,
-        indices: Tensor | None = None,
-    ) -> Tensor:
-        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x`
-        itself), [N O, N' O].
-
-        Args:
-            x: Inputs [N, ...], or batches of them.
-            other: Inputs [N', ...], or batches of them.
-            weight: Weight of each weight's products: one number, or one for each weight, [D].
-            indices: The P selected weights in the sum, [P]; by default all.
-
-        Raises:
-            ValueError: An index is out of range or given twice.
-            MemoryError: The result exceeds the available memory.
-        """
-        weight = self.vector(weight)
-        weight = weight[self.check_indices(indices)] if indices is not None else weight
-        mine = self._all(x, indices)
-        theirs = mine if other is None else self._all(other, indices)
-        require(
-            8 * mine.examples * mine.cotangents * theirs.examples * theirs.cotangents,
-            self.memory,
-            "the Gram matrix",
-            "pass fewer examples",
-        )
-        return mine.gram(theirs, weight)
-
     def outputs(self, x: Data) -> Tensor:
         """Compute the model's outputs, [N, O]."""
         return torch.cat(
@@ -482,11 +449,6 @@ class Curvature:
         """
         found = root(self.likelihood, outputs)
         return found if weight is None else found * weight.sqrt()[:, None, None]
-
-    def _all(self, x: Data, indices: Tensor | None) -> Rows:
-        parts = [self.linearise(batch, torch.eye)[1] for batch in self.batches(x)]
-        parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
-        return parts[0].join(parts[1:])
 
     def vector(self, value: float | Tensor) -> Tensor:
         """Expand one number, or one for each weight, to [D] in float64."""

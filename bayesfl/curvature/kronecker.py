@@ -101,14 +101,9 @@ class Kronecker:
 
     def __repr__(self) -> str:
         return (
-            f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: "
+            f"Kronecker(order {self.order}, {self.size} weights, {self.curvature.backend}: "
             f"{len(self.bases)} layers, each a product of two factors)"
         )
-
-    @property
-    def backend(self) -> str:
-        """Return the name of the backend for predictions."""
-        return self.curvature.backend
 
     @property
     def order(self) -> int:
@@ -190,7 +185,7 @@ class Kronecker:
         """Compute `spread` for one batch, for a last layer without `centre`."""
         last = self.curvature.last_layer(x)
         if last is None:
-            extra = 0 if self.backend == "layers" else self.size
+            extra = 0 if self.curvature.backend == "layers" else self.size
             return self.curvature.spread({"x": x}, self._between, centre=centre, extra=extra)
         (inputs, mean), (basis,) = last, self.bases
         if len(basis.right) > inputs.shape[1]:

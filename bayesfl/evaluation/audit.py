@@ -2,19 +2,18 @@
 guaranteed.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfl.base.display.sheet import Sheet, Shown
-from bayesfl.base.options import PROBABILITY, declared
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, NotNegative, conduct, together
+from bayesfl.base.surveys import Ask, NotNegative, together
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
@@ -34,10 +33,6 @@ COARSE = 1e4
 """Standard deviation of a column beyond which whole numbers near its mean might be read back as
 others.
 """
-_SCATTER = (
-    "Coverage also depends on which calibration rows were drawn: where 50 of its own set a "
-    "threshold, with a standard deviation of {:.2f}, which the intervals leave out."
-)
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
@@ -206,11 +201,6 @@ class Audit(Shown):
                     else ""
                 ),
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
-                *(
-                    [_SCATTER.format(math.sqrt(self.level * (1 - self.level) / 50))]
-                    if self.below
-                    else []
-                ),
                 "All rows together: "
                 f"{self._pooled(int(np.asarray(self.held).sum()), int(self.rows.sum()))}.",
             ]
@@ -385,28 +375,6 @@ class Counting:
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, risk=risk, **found)
-
-
-@declared
-def audit(
-    local: LocalPredictions,
-    outputs: Outputs,
-    *,
-    names: Sequence[str],
-    delta: Annotated[float, PROBABILITY] = 0.05,
-) -> Audit:
-    """Audit predictions at hand by client; `Result.audit` does so for a federation, also by label
-    or group.
-
-    Args:
-        local: The predictions of a split, and whose they are.
-        outputs: What is predicted.
-        names: The clients' names, [J], in the order of their numbers.
-        delta: Probability with which any of a column's intervals may miss, in (0, 1).
-    """
-    survey, given = Counting("client", tuple(names)), local.predictions
-    state = conduct(survey, survey.openly(local), outputs)
-    return survey.audit(state, level=given.promise, risk=given.risk, delta=delta)
 
 
 @declared

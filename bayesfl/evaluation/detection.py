@@ -14,7 +14,7 @@ the average over their possible orders; scores that differ by rounding alone are
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.numerics import levelled
-from bayesfl.base.options import Share, declared
-from bayesfl.evaluation.predictions import Predictions, present
-
-# tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point
-# error
-_ROUNDING = 1e-9
+from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.metrics.scores import area
 
 
 def doubt(probs: Tensor) -> Tensor:
@@ -71,27 +67,6 @@ def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor
     return term(probs.double()).sum(-1).to(torch.promote_types(probs.dtype, torch.float32)).double()
 
 
-def scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Compute every score that these predictions of classes have, [J, N] each.
-
-    Returns:
-        `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without
-        draws.
-
-    Example:
-        >>> clients = bf.data.iid("digits", clients=2)
-        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
-        >>> predictions = bf.simulate(method, clients, rounds=1).predict(clients.test)
-        >>> list(bf.detection.scores(predictions))
-        ['doubt', 'entropy']
-    """
-    probs = present(predictions.probs)
-    found = {"doubt": doubt(probs), "entropy": entropy(probs)}
-    if bool(predictions.epistemic[predictions.mask].isnan().all()):
-        return found
-    return found | {"epistemic": predictions.epistemic.detach().cpu().double()}
-
-
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
     """Compute the area under the ROC curve: the probability that an outsider scores above one of
     the client's own examples, ties counting half.
@@ -115,90 +90,16 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
         >>> bf.detection.auroc(inside, outside, mask, mask).tolist()
         [0.75]
     """
-
-    def area(own: Tensor, other: Tensor) -> Tensor:
-        below, upto = (torch.searchsorted(own, other, right=right) for right in (False, True))
-        return (below + upto).double().mean() / (2 * len(own))
-
-    return _each(area, inside, outside, inside_mask, outside_mask)
-
-
-@declared
-def fpr(
-    inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: Share = 0.95
-) -> Tensor:
-    """Compute the share of outside examples taken for a client's own, at the threshold that accepts
-    a share `tpr` of its own examples.
-
-    Examples with a score up to the threshold are accepted. It is the smallest one that accepts a
-    share of at least `tpr` of the own examples. Liang, Li and Srikant, "Enhancing the reliability
-    of out-of-distribution image detection in neural networks", ICLR 2018, section 4.2 (FPR at 95 %
-    TPR, the client's own being the positives).
-
-    Args:
-        inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to outsiders, [J, M].
-        inside_mask: Which rows are own examples, [J, N] bool.
-        outside_mask: Which rows are outsiders, [J, M] bool.
-        tpr: Share of the own examples that are accepted, in (0, 1].
-
-    Returns:
-        Shape [J], in [0, 1]; less is better.
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
-        >>> mask = torch.tensor([[True, True]])
-        >>> bf.detection.fpr(inside, outside, mask, mask).tolist()
-        [0.5]
-    """
-
-    def passing(own: Tensor, other: Tensor) -> Tensor:
-        return (other <= own[max(math.ceil(tpr * len(own) - _ROUNDING), 1) - 1]).double().mean()
-
-    return _each(passing, inside, outside, inside_mask, outside_mask)
-
-
-def detection_summary(
-    inside: Mapping[str, Tensor],
-    outside: Mapping[str, Tensor],
-    inside_mask: Tensor,
-    outside_mask: Tensor,
-) -> dict[str, float]:
-    """Summarise how well each score detects outsiders, averaged over the clients that have both own
-    examples and outsiders.
-
-    Args:
-        inside: Scores of each client's own examples, {name: [J, N]}, as `scores` gives them.
-        outside: Scores of outsiders, {name: [J, M]}; names that both have are compared.
-        inside_mask: Which rows are own examples, [J, N] bool.
-        outside_mask: Which rows are outsiders, [J, M] bool.
-
-    Returns:
-        For each name `{name}_auroc` and `{name}_fpr95`, NaN if one of these clients has a score
-        that is NaN.
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
-        >>> mask = torch.tensor([[True, True]])
-        >>> bf.detection.detection_summary({"doubt": inside}, {"doubt": outside}, mask, mask)
-        {'doubt_auroc': 0.75, 'doubt_fpr95': 0.5}
-    """
-    shared = [name for name in inside if name in outside]
-    both = torch.as_tensor(inside_mask).any(-1) & torch.as_tensor(outside_mask).any(-1)
-    summary = {}
-    for name in shared:
-        pair = inside[name], outside[name], inside_mask, outside_mask
-        summary |= {
-            f"{name}_auroc": float(auroc(*pair)[both].mean()),
-            f"{name}_fpr95": float(fpr(*pair)[both].mean()),
-        }
-    return summary
+    inside, outside, inside_mask, outside_mask = (
+        torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask)
+    )
+    _check(inside=inside, inside_mask=inside_mask)
+    _check(outside=outside, outside_mask=outside_mask)
+    mask = torch.cat([inside_mask, outside_mask], 1)
+    clients, scores = Segments(mask.sum(1)), torch.cat([inside, outside], 1)[mask]
+    is_outside = (torch.arange(mask.shape[1]) >= inside.shape[1]).expand_as(mask)[mask]
+    found = area(clients, scores, is_outside)
+    return found.masked_fill(clients.sum(scores.isnan()) > 0, math.nan)
 
 
 @dataclass(frozen=True)
@@ -252,102 +153,22 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
         >>> curve.coverage.tolist(), curve.risk.round(2).tolist()
         ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.33, 0.25])
     """
-    score, right, mask = _selective(score, right, mask)
+    score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
+    _check(score=score, right=right)
+    _check(score=score, mask=mask)
     if bool((score.isnan() & mask).any()):
         raise ValueError(
             "score is NaN where mask is True: the run diverged, or it is the epistemic part of a "
             "plug-in, which has none"
         )
-    risk = _risks(score[mask], right[mask])
-    return RiskCoverage(np.arange(1, len(risk) + 1) / max(len(risk), 1), risk.numpy())
-
-
-@declared
-def selective_accuracy(
-    score: Tensor, right: Tensor, mask: Tensor, *, coverage: Share = 0.8
-) -> Tensor:
-    """Compute each client's accuracy on the share `coverage` of its examples, rounded up, that it
-    doubts least.
-
-    Args:
-        score: Doubt in each prediction, [J, N].
-        right: Whether the prediction is right, [J, N] bool.
-        mask: Which rows are examples, [J, N] bool.
-        coverage: Share of the examples that is answered, in (0, 1].
-
-    Returns:
-        Shape [J], in [0, 1].
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-        >>> right = torch.tensor([[True, True, True, False]])
-        >>> mask = torch.ones_like(right)
-        >>> bf.detection.selective_accuracy(score, right, mask, coverage=0.75).tolist()
-        [1.0]
-    """
-    score, right, mask = _selective(score, right, mask)
-
-    def accuracy(own: Tensor, right: Tensor) -> Tensor:
-        return 1 - _risks(own, right)[max(math.ceil(coverage * len(own) - _ROUNDING), 1) - 1]
-
-    return _by_client(accuracy, (score, mask), (right, mask))
-
-
-def _risks(score: Tensor, right: Tensor) -> Tensor:
-    """Compute the expected share of errors among the i least doubtful of n examples, [n], with ties
-    in random order.
-    """
-    _, group, count = levelled(score).unique(return_inverse=True, return_counts=True)
-    errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~right).double())
+    _, group, count = levelled(score[mask]).unique(return_inverse=True, return_counts=True)
+    wrong = (~right[mask]).double()
+    errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong)
     before, start = (total.cumsum(0) - total for total in (errors, count))
-    places = torch.arange(1, len(score) + 1)
+    places = torch.arange(1, len(group) + 1)
     of = torch.repeat_interleave(torch.arange(len(count)), count)  # the group at each place
-    return (before[of] + errors[of] * (places - start[of]) / count[of]) / places
-
-
-def _each(
-    measure: Callable[[Tensor, Tensor], Tensor],
-    inside: Tensor,
-    outside: Tensor,
-    inside_mask: Tensor,
-    outside_mask: Tensor,
-) -> Tensor:
-    """Apply `measure` to each client's own scores, in ascending order, and to those of its
-    outsiders, [J].
-    """
-    inside, outside, inside_mask, outside_mask = (
-        torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask)
-    )
-    _check(inside=inside, inside_mask=inside_mask)
-    _check(outside=outside, outside_mask=outside_mask)
-
-    def levelled_measure(own: Tensor, other: Tensor) -> Tensor:
-        own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])
-        return measure(own.sort().values, other)
-
-    return _by_client(levelled_measure, (inside, inside_mask), (outside, outside_mask))
-
-
-def _by_client(measure: Callable[..., Tensor], *rows: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply `measure` to each client's own rows of all pairs of values and mask, [J]; NaN where one
-    has none, or a NaN.
-    """
-    out = torch.full((len(rows[0][0]),), math.nan, dtype=torch.float64)
-    for j in range(len(out)):
-        own = [values[j][mask[j]] for values, mask in rows]
-        if all(len(t) and not bool(t.isnan().any()) for t in own):
-            out[j] = measure(*own)
-    return out
-
-
-def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
-    _check(score=score, right=right)
-    _check(score=score, mask=mask)
-    return score.double(), right, mask
+    risk = (before[of] + errors[of] * (places - start[of]) / count[of]) / places
+    return RiskCoverage(places.numpy() / max(len(risk), 1), risk.numpy())
 
 
 def _check(**rows: Tensor) -> None:

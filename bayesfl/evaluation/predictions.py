@@ -162,9 +162,9 @@ class Predictions:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
         `split`, over clients that have rows.
 
-        Classes by `classification_summary`, label by label where an example has several; of
-        numbers, under the likelihood's distribution, `rmse`, `nll`, `crps`, `coverage_50` and
-        `coverage_90`; intervals by `interval_summary`.
+        For classes those of `classification_summary`, label by label where an example has several;
+        for numbers, under the likelihood's distribution, `rmse`, `nll`, `crps`, `coverage_50` and
+        `coverage_90`; for intervals `rmse`, `pinball`, `coverage`, `width` and `interval_score`.
         With conformal sets or intervals, also `coverage`, the share of examples whose set contains
         the label, or whose intervals contain all targets, and `set_size`, the mean number of
         classes, or `width`. After `Abstention`, also `answered`, the share of examples with an
@@ -306,7 +306,8 @@ def measured(rows: Predictions, clients: Segments) -> Measured:
             shares |= {"answered": (given, rows.mask), "answered_accuracy": (scored.hits, given)}
     elif rows.variance is None and rows.lower is not None:
         level: Any = rows.level or getattr(rows.likelihood, "level", 0.9)
-        ends = rows.lower, present(rows.upper), labels.reshape(rows.lower.shape), rows.mean
+        y = labels.reshape(rows.lower.shape)
+        ends = rows.lower, present(rows.upper), y, present(rows.mean)
         found = measured_intervals(clients, *ends, level=level)
     else:
         numbers = present(rows.mean), present(rows.variance)

@@ -170,7 +170,7 @@ def write_csv(
     writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows({key: _plain(value) for key, value in row.items()} for row in rows)
+    writer.writerows(rows)
     atomic_write(path, text.getvalue())
 
 
@@ -202,7 +202,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "bayesfl": _version(),
+        "bayesfl": importlib.metadata.version("bayesfl"),
         "python": platform.python_version(),
         "platform": "-".join(
             part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part
@@ -217,13 +217,6 @@ def environment() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
     }
-
-
-def _version() -> str | None:
-    try:
-        return importlib.metadata.version("bayesfl")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str | None:
@@ -257,16 +250,6 @@ def _commit() -> str | None:
     # An installed copy may lie inside another project's repository, which does not track it.
     tracked = git("ls-files", "--error-unmatch", here.name) is not None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
-
-
-def _plain(value: Any) -> Any:
-    """Convert a tensor or array of one element to a Python number; return anything else
-    as it is.
-    """
-    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-    return (
-        value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
-    )
 
 
 def _jsonable(value: Any) -> Any:

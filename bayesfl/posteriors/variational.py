@@ -87,10 +87,6 @@ class Variational(Drawn):
         """Return mean and variance of each weight, [D] each."""
         return self.family.moments(self.belief)
 
-    def entropy(self) -> Tensor:
-        """Compute the differential entropy of the weights, in nats."""
-        return self.family.entropy(self.belief)
-
     @declared
     def predict(self, x: Data, *, draws: Count = 100, seed: Natural = 0) -> Tensors:
         """Compute the predictive distribution at `x` by averaging over draws, with the entries of

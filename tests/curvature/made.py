@@ -3,6 +3,9 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesfl.curvature import Curvature
+from bayesfl.curvature.jacobians import Rows
+
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 
 
@@ -23,3 +26,23 @@ class Largest(TorchDispatchMode):
 def chosen(size: int, count: int = 25) -> torch.Tensor:
     """Some indices, in no order."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(2))[:count]
+
+
+def gram(
+    curvature: Curvature,
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    *,
+    weight: float | torch.Tensor = 1.0,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """J diag(weight) J' between outputs at `x` and at `other`, by rows that are joined."""
+
+    def rows_of(x: torch.Tensor) -> Rows:
+        parts = [curvature.linearise(batch, torch.eye)[1] for batch in curvature.batches(x)]
+        parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
+        return parts[0].join(parts[1:])
+
+    mine, every = rows_of(x), curvature.vector(weight)
+    theirs = mine if other is None else rows_of(other)
+    return mine.gram(theirs, every if indices is None else every[indices])

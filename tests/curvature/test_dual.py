@@ -107,7 +107,7 @@ def test_both_forms_are_the_inverse(case, backend, some, form):
     h = (brute.ggn(model, Categorical(), x) + precision.diag())[where][:, where]
     inverse = invert(curvature, x, precision, indices=indices, form=form)
     assert inverse.form == form
-    assert inverse.backend == backend
+    assert inverse.curvature.backend == backend
     columns = brute.jacobian(model, test)[:, :, where]
     check(inverse, h, columns, test, model)
     check(restore(Curvature(model, backend=backend), inverse.tensors()), h, columns, test, model)

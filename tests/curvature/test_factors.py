@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.curvature import Curvature, factors, invert
-from tests.curvature.made import Largest
+from tests.curvature.made import Largest, gram
 
 
 @pytest.mark.parametrize("unit", [0, 1000])
@@ -63,7 +63,7 @@ def test_the_jacobian_is_never_formed(backend, count):
             part.predict(test)
             part.marginals()
         if backend == "layers":
-            curvature.gram(x)
+            gram(curvature, x)
             whole = invert(curvature, x, 1.0)
             assert whole.form == "dual"
             whole.predict(test)
@@ -93,5 +93,5 @@ def test_a_convolution_is_taken_apart():
     curvature = Curvature(model)
     with Largest() as largest:
         curvature.diagonal(x)
-        curvature.gram(x)
+        gram(curvature, x)
     assert largest.numbers <= 1.1 * factors.BLOCK // 8 < 40 * 3 * curvature.size / 7

@@ -32,7 +32,6 @@ def test_indices(curvature, x, indices, message):
         curvature.columns,
         curvature.ggn,
         lambda x, i: invert(curvature, x, 1.0, indices=i),
-        lambda x, i: curvature.gram(x, indices=i),
     ):
         with pytest.raises(ValueError, match=message):
             call(x, indices)

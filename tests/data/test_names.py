@@ -101,7 +101,6 @@ def test_other_lists_of_names_are_lists():
     probs, (labels, mask) = torch.full((3, 2, 3), 1 / 3), data.test.padded_labels()
     for refused in (
         lambda: bf.plots.reliability(probs, labels, mask, by="client", names=wrong),
-        lambda: bf.plots.collaboration(np.ones((3, 3)), names=wrong),
         lambda: replace(data, client_names=wrong),
     ):
         with pytest.raises(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bayesfl.evaluation import detection, metrics
-from bayesfl.evaluation.predictions import Predictions
 
 
 def pair(
@@ -61,94 +60,39 @@ def test_scores_by_hand():
     assert detection.doubt(torch.tensor([[math.nan, math.nan]])).isnan().all()
 
 
-def test_scores_of_predictions():
-    """The epistemic part counts where there is one."""
-    probs, mask = torch.full((1, 2, 4), 0.25), torch.tensor([[True, False]])
-    plug_in = Predictions(mask=mask, epistemic=torch.full((1, 2), math.nan), probs=probs)
-    assert list(detection.scores(plug_in)) == ["doubt", "entropy"]
-    drawn = Predictions(mask=mask, epistemic=torch.tensor([[0.1, math.nan]]), probs=probs)
-    found = detection.scores(drawn)
-    assert list(found) == ["doubt", "entropy", "epistemic"]
-    assert_close(found["epistemic"][0, 0], torch.tensor(0.1).double())
-
-
 # Detection
-
-
-def test_fpr_by_hand():
-    """Of 20 own scores 1 to 20 the 19th passes at 95 %: outsiders at 19 pass, at 19.5 not; the
-    level counts exactly.
-    """
-    own, other = row(*range(1, 21)), row(19, 19.5, 3, 40)
-    masks = full(own), full(other)
-    for tpr, rate in ((0.95, 0.5), (0.96, 0.75), (1, 0.75), (1e-6, 0)):
-        assert detection.fpr(own, other, *masks, tpr=tpr).item() == rate
-    for n in (20, 40, 100, 140, 380):  # 0.95 n is an integer
-        own, edge = row(*range(1, n + 1)), row(0.95 * n + 0.25)
-        rates = [detection.fpr(own, e, full(own), full(e)).item() for e in (edge, edge - 0.5)]
-        assert rates == [0, 1]
 
 
 @pytest.mark.parametrize("levels", [None, 2, 1])
 def test_detection_agrees_with_sklearn(levels):
-    """AUROC and the least FPR at 95 % TPR, ties included; own examples are the positives of the
-    latter, accepted by a low score.
-    """
+    """AUROC, ties included."""
     sklearn = pytest.importorskip("sklearn.metrics")
     inside, outside, inside_mask, outside_mask = case = pair(levels=levels)
-    areas, rates = [], []
+    areas = []
     for j in range(len(inside)):
         own, other = inside[j][inside_mask[j]].numpy(), outside[j][outside_mask[j]].numpy()
         score, is_own = -np.concatenate([own, other]), np.arange(len(own) + len(other)) < len(own)
         areas.append(sklearn.roc_auc_score(is_own, score))
-        accepted_wrongly, accepted_rightly, _ = sklearn.roc_curve(
-            is_own, score, drop_intermediate=False
-        )
-        rates.append(accepted_wrongly[accepted_rightly >= 0.95].min())
     assert_close(detection.auroc(*case).tolist(), areas)
-    assert_close(detection.fpr(*case).tolist(), rates)
 
 
 def test_only_ranks_matter():
     """An increasing transformation of the scores, and garbage in the padding, change nothing."""
     inside, outside, inside_mask, outside_mask = case = pair(levels=2)
     garbage = torch.where(inside_mask, inside, 99.0), torch.where(outside_mask, outside, -99.0)
-    for measure in (detection.auroc, detection.fpr):
-        assert_close(
-            measure(inside.exp(), outside.exp(), inside_mask, outside_mask), measure(*case)
-        )
-        assert_close(measure(*garbage, inside_mask, outside_mask), measure(*case))
+    found = detection.auroc(inside.exp(), outside.exp(), inside_mask, outside_mask)
+    assert_close(found, detection.auroc(*case))
+    assert_close(detection.auroc(*garbage, inside_mask, outside_mask), detection.auroc(*case))
 
 
-def test_detection_summary():
-    """Averages over the clients that have both kinds; a NaN score is seen."""
-    inside, outside, inside_mask, outside_mask = pair()
-    outside_mask[1] = False
-    summary = detection.detection_summary(
-        {"a": inside, "b": -inside, "c": inside},
-        {"a": outside, "b": -outside},
-        inside_mask,
-        outside_mask,
-    )
-    assert list(summary) == ["a_auroc", "a_fpr95", "b_auroc", "b_fpr95"]
-    areas, rates = (
-        f(inside, outside, inside_mask, outside_mask)[[0, 2, 3]]
-        for f in (detection.auroc, detection.fpr)
-    )
-    area, rate = areas.mean().item(), rates.mean().item()
-    assert list(summary.values())[:3] == pytest.approx([area, rate, 1 - area])
-    inside[2, 0] = math.nan
-    assert detection.auroc(inside, outside, inside_mask, outside_mask).isnan().tolist() == [
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert math.isnan(
-        detection.detection_summary({"a": inside}, {"a": outside}, inside_mask, outside_mask)[
-            "a_auroc"
-        ]
-    )
+def test_clients_without_a_value():
+    """A client without outsiders, or with a score that is NaN, has none."""
+    inside, outside, inside_mask, outside_mask = case = pair()
+    wanted = detection.auroc(*case)
+    outside_mask[1], inside[2, 0] = False, math.nan
+    found = detection.auroc(inside, outside, inside_mask, outside_mask)
+    assert found.isnan().tolist() == [False, True, True, False]
+    assert_close(found[[0, 3]], wanted[[0, 3]])
 
 
 # Selective prediction
@@ -173,17 +117,6 @@ def test_risk_coverage_by_hand():
     np.testing.assert_allclose(curve.coverage, [0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 2 / 4])
     assert curve.aurc == pytest.approx((1 / 2 + 1 / 3 + 2 / 4) / 4)
-    for coverage, accuracy in (
-        (0.25, 1),
-        (0.5, 1 / 2),
-        (0.51, 2 / 3),
-        (0.75, 2 / 3),
-        (1, 1 / 2),
-        (0.01, 1),
-    ):
-        assert detection.selective_accuracy(
-            score, right, full(score), coverage=coverage
-        ).item() == pytest.approx(accuracy)
 
 
 def test_ties_are_the_average_over_orders():
@@ -206,10 +139,7 @@ def test_selective_limits():
     first; no error 0; padding and order do not matter; nobody's curve is empty.
     """
     score, right, mask = case = selective()
-    errors = (~right & mask).sum(-1) / mask.sum(-1).double()
     same = torch.zeros(right.shape)
-    assert_close(detection.selective_accuracy(same, right, mask, coverage=0.3), 1 - errors)
-    assert_close(detection.selective_accuracy(*case, coverage=1), 1 - errors)
     of_all = float((~right & mask).sum() / mask.sum())
     assert detection.risk_coverage(same, right, mask).risk == pytest.approx(of_all)
     assert detection.risk_coverage(same, full(right), mask).aurc == 0
@@ -220,7 +150,6 @@ def test_selective_limits():
     assert curve.aurc == pytest.approx(0.3 + 0.7 * math.log(0.7), abs=1e-4)
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(2))
     moved = [t[:, rows] for t in case]
-    assert_close(detection.selective_accuracy(*moved), detection.selective_accuracy(*case))
     assert detection.risk_coverage(*moved).aurc == pytest.approx(
         detection.risk_coverage(score[mask][None], right[mask][None], mask[mask][None]).aurc
     )
@@ -245,18 +174,10 @@ def test_errors_name_the_remedy():
             lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask),
             "inside_mask must be bool",
         ),
-        (
-            lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95),
-            "tpr must lie within",
-        ),
         (lambda: detection.risk_coverage(score, right.int(), mask), "right must be bool"),
         (
             lambda: detection.risk_coverage(score, right[1:], mask),
             r"'score': \[4, 40\], 'right': \[3, 40\]",
-        ),
-        (
-            lambda: detection.selective_accuracy(score, right, mask, coverage=0),
-            "coverage must lie within",
         ),
         (lambda: detection.risk_coverage(score, right, full(mask)), "score is NaN.*plug-in"),
     ):
@@ -287,12 +208,9 @@ def test_equal_inputs_tie_in_batches_of_any_size(dtype: torch.dtype, seed: int):
         values = [float(metrics.auroc(probs, y[places]))]
         for score in (detection.doubt, detection.entropy):
             by = score(probs)[None]
-            values += [
-                detection.risk_coverage(by, right[places][None], everyone).aurc,
-                float(detection.selective_accuracy(by, right[places][None], everyone)),
-            ]
+            values.append(detection.risk_coverage(by, right[places][None], everyone).aurc)
             pair = score(own)[None], score(other)[None], everyone[:, :150], everyone[:, 150:]
-            values += [float(detection.auroc(*pair)), float(detection.fpr(*pair, tpr=0.8))]
+            values.append(float(detection.auroc(*pair)))
         return values
 
     back = alone[order.argsort()]

@@ -7,7 +7,6 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -152,9 +151,6 @@ def test_csv(tmp_path: Path):
         {"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""},
         {"client": "1", "accuracy": "0.5", "note": 'a, "b"'},
     ]
-    numbers: Any = torch.tensor(0.25)
-    report.write_csv(path, [{"loss": numbers}])
-    assert path.read_text() == "loss\n0.25\n"
     report.write_csv(path, [])
     assert path.read_text() == ""
 

@@ -448,7 +448,7 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
         with pytest.raises(ValueError, match=r"^x .*12 examples .*got 7"):
             call()
     assert fitted.with_precision(x.split(7), 2.0).with_precision(x, 3.0).examples == 12
-    assert fitted.inverse.backend == "layers"
+    assert fitted.curvature.backend == "layers"
 
 
 SOME = torch.tensor([1, 4, 17, 30, 50])
@@ -516,7 +516,7 @@ def test_two_inputs_are_the_network_of_one_joined_tensor(name, names, tmp_path):
         Laplace.fit(model, inputs, weight=weight, **FORMS[name])
         for model, inputs in ((one, x), (two, data))
     )
-    assert (found.inverse.backend, found.inverse.form) == ("func", want.inverse.form)
+    assert (found.curvature.backend, found.inverse.form) == ("func", want.inverse.form)
     assert found.examples == 7
     found.save(tmp_path / "posterior")
     loaded = Laplace.load(tmp_path / "posterior", two, pattern=FORMS[name].get("pattern", "*"))

@@ -146,18 +146,6 @@ def table(
     )
 
 
-def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> str:
-    """Return a table for a notebook, limited to the first ten rows.
-
-    Args:
-        columns: See `table`.
-        caption: Text above the table.
-    """
-    count = max((len(column) for column in columns.values()), default=0)
-    more = f"; the first 10 of {count:,} rows" if count > 10 else ""
-    return table({title: of[:10] for title, of in columns.items()}, caption=caption + more)
-
-
 def facts(of: Mapping[str, Any], kind: str = "facts") -> str:
     """Return a list of facts, {name: value}, as HTML with this class."""
     pairs = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in of.items())

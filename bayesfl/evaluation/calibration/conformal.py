@@ -17,7 +17,6 @@ from bayesfl.evaluation.calibration.scores import (
     Score,
     class_scores,
     intervals,
-    largest_class_score,
     number_scores,
 )
 from bayesfl.evaluation.calibration.steps import refuse_empty
@@ -116,7 +115,7 @@ class Conformal:
         if outputs.task == "classification":
             return {
                 "groups": torch.tensor(outputs.count if self.by == "label" else 1),
-                "edges": _ends(0.0, largest_class_score(self.score, outputs.count), HISTOGRAM_BINS),
+                "edges": _ends(0.0, 1.0, HISTOGRAM_BINS),
             }
         return {"groups": torch.tensor(1)}
 

@@ -10,12 +10,7 @@ from torch import Tensor
 from bayesfl.base.numerics import levelled
 from bayesfl.evaluation.predictions import Predictions, present
 
-Score: TypeAlias = Literal["lac", "aps", "raps"]
-
-RAPS_WEIGHT, RAPS_FREE = 0.01, 5
-"""RAPS adds 0.01 for every more probable class beyond the fifth: values of its paper's experiments,
-which are not tuned here.
-"""
+Score: TypeAlias = Literal["lac", "aps"]
 
 
 def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
@@ -24,12 +19,10 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on
     average. `aps` is the probability of all classes more probable than c, and u times that of c
     (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the difficulty of
-    an example; they are larger than those of `lac`. `raps` is that, and a penalty on ranks
-    (Angelopoulos, Bates, Malik and Jordan, ICLR 2021): 0.01 for each class beyond the fifth,
-    without its tuning; of five classes or fewer it is `aps`.
+    an example; they are larger than those of `lac`.
 
     Args:
-        score: One of the three.
+        score: One of the two.
         probs: Probabilities of classes; rows of NaN give NaN.
         uniform: Draws u within (0, 1), [...]; `lac` reads none.
     """
@@ -40,16 +33,7 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     ordered = probs.gather(-1, order)
     # Sums of probabilities round.
     ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(1.0)
-    if score == "raps":
-        ranked = ranked + RAPS_WEIGHT * (
-            torch.arange(1, probs.shape[-1] + 1) - RAPS_FREE
-        ).clamp_min(0)
     return torch.empty_like(ranked).scatter_(-1, order, ranked)
-
-
-def largest_class_score(score: Score, classes: int) -> float:
-    """Return the largest score that a class can have."""
-    return 1.0 + (RAPS_WEIGHT * max(0, classes - RAPS_FREE) if score == "raps" else 0.0)
 
 
 def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ predicted. A client with a prediction that is not finite, as after a run that di
 every measure, and so has every mean over clients that includes it.
 """
 
-from bayesfl.evaluation.metrics.clients import bottom_decile, pool, pooled
-from bayesfl.evaluation.metrics.intervals import interval_summary
+from bayesfl.evaluation.metrics.clients import bottom_decile, pool
 from bayesfl.evaluation.metrics.regression import (
     coverage,
     crps,
@@ -37,13 +36,11 @@ __all__ = [
     "crps",
     "ece",
     "gaussian_nll",
-    "interval_summary",
     "macro_f1",
     "mce",
     "nll",
     "pit_histogram",
     "pool",
-    "pooled",
     "reliability_bins",
     "rmse",
 ]

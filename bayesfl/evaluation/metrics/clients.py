@@ -3,7 +3,6 @@ summaries over clients.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -137,28 +136,6 @@ def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
     return probs.flatten(0, 1)[None], labels.flatten(0, 1)[None], mask.flatten(0, 1)[None]
 
 
-def pooled(
-    measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: Tensor, **options: Any
-) -> float:
-    """Compute a measure of all clients' examples together, as in `pooled(ece, probs, labels, mask,
-    bins=10)`.
-
-    Args:
-        measure: A function of `bayesfl.metrics` that takes `probs`, `labels` and `mask`.
-        probs: Class probabilities, [J, N, O].
-        labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
-        options: Further arguments of `measure`.
-
-    Example:
-        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
-        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
-        >>> round(bf.metrics.pooled(bf.metrics.ece, probs, labels, mask, bins=10), 2)
-        0.35
-    """
-    return float(measure(*pool(probs, labels, mask), **options))
-
-
 def bottom_decile(values: Tensor | np.ndarray) -> float:
     """Return the lowest decile over clients: of J values in ascending order, the one at position
     floor(J / 10), counted from 0.
@@ -212,37 +189,3 @@ def check_shapes(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
         raise ValueError(
             f"mask must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()"
         )
-
-
-def rows_of_numbers(
-    targets: Any, mask: Tensor | None, **numbers: Any
-) -> tuple[Segments, list[Tensor]]:
-    """Return predicted numbers and the targets of examples, [R, O] each in this order, and whose
-    they are.
-
-    Args:
-        targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
-        numbers: Predicted numbers by name, [J, N, O].
-
-    Raises:
-        ValueError: Shapes do not fit, or the target of an example is not finite.
-    """
-    each = {name: as_clients(t, targets, mask) for name, t in numbers.items()}
-    found = {name: t.detach().cpu() for name, (t, _, _) in each.items()}
-    first, (_, y, inside) = next(iter(found.values())), next(iter(each.values()))
-    y, inside = y.detach().cpu(), inside.detach().cpu()
-    y = y[..., None] if y.dim() == 2 and first.shape[-1] == 1 else y
-    shapes = {name: list(t.shape) for name, t in {**found, "targets": y}.items()}
-    if first.dim() != 3 or any(shape != list(first.shape) for shape in shapes.values()):
-        raise ValueError(
-            f"{', '.join(shapes)} must be [J, N, O], a row of outputs for each example, targets of "
-            f"one output [J, N] too; got {shapes}"
-        )
-    check_shapes(first, inside)
-    rows = [t[inside] for t in (*found.values(), y)]
-    if not bool(rows[-1].isfinite().all()):
-        raise ValueError(
-            "targets must be finite where mask is True; mask the rows that are padding"
-        )
-    return Segments(inside.sum(1)), rows

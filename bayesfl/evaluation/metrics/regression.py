@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Count, declared
-from bayesfl.evaluation.metrics.clients import Checked, Segments, rows_of_numbers
+from bayesfl.evaluation.metrics.clients import Checked, Segments, as_clients, check_shapes
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
 from bayesfl.evaluation.metrics.measured import Measured, rooted
 
@@ -198,12 +198,25 @@ class Fitted(Checked):
         one model, [N, O].
 
         Raises:
-            ValueError: The shapes do not fit, or as by `of_rows`.
+            ValueError: Shapes do not fit, or the target of an example is not finite; or see
+                `of_rows`.
         """
-        given = {"mean": mean} | ({} if variance is None else {"variance": variance})
-        clients, (loc, *spread, y) = rows_of_numbers(targets, mask, **given)
-        variance = spread[0] if spread else torch.ones_like(loc)
-        return cls.of_rows(clients, loc, variance, y, kind, single=mask is None)
+        loc, y, inside = (t.detach().cpu() for t in as_clients(mean, targets, mask))
+        spread = torch.ones_like(loc)
+        if variance is not None:
+            spread = as_clients(variance, targets, mask)[0].detach().cpu()
+        y = y[..., None] if y.dim() == 2 and loc.shape[-1] == 1 else y
+        shapes = [list(t.shape) for t in (loc, spread, y)]
+        if loc.dim() != 3 or any(shape != shapes[0] for shape in shapes):
+            raise ValueError(
+                "mean, variance and targets must be [J, N, O], with a row of outputs for each "
+                f"example, targets of one output also [J, N]; got {shapes}"
+            )
+        check_shapes(loc, inside)
+        loc, spread, y = (t[inside] for t in (loc, spread, y))
+        if not bool(y.isfinite().all()):
+            raise ValueError("targets must be finite where mask is True; mask the padding")
+        return cls.of_rows(Segments(inside.sum(1)), loc, spread, y, kind, single=mask is None)
 
     @classmethod
     def of_rows(
@@ -225,11 +238,6 @@ class Fitted(Checked):
         filled = float(kind == "counts")  # a mean of counts is above 0
         mean, targets = (t.double().masked_fill(bad[:, None], filled) for t in (mean, targets))
         variance = variance.double().masked_fill(bad[:, None], 1)
-        if variance.numel() and not float(variance.min()) > 0:
-            raise ValueError(
-                f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the "
-                "observation noise"
-            )
         no_counts = (mean <= 0) | (targets < 0) | (targets != targets.round())
         if kind == "counts" and bool(no_counts.any()):
             raise ValueError(

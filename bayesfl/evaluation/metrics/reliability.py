@@ -109,15 +109,6 @@ class ReliabilityBins:
             float(gaps @ self.count[self.count > 0] / self.examples) if self.examples else math.nan
         )
 
-    @property
-    def mce(self) -> float:
-        """Return the maximum calibration error of these bins; NaN without examples."""
-        return (
-            float(np.abs(self.accuracy - self.confidence)[self.count > 0].max())
-            if self.examples
-            else math.nan
-        )
-
 
 @declared
 def reliability_bins(

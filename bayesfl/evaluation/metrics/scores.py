@@ -229,24 +229,29 @@ class Scored(Checked):
 
     def auroc(self) -> Tensor:
         """Compute the area under the ROC curve averaged over classes, [J]."""
-        clients, outputs = self.clients, self.probs.shape[-1]
-        areas = []
-        for k in (1,) if outputs == 2 else range(outputs):
-            order = clients.order(self.probs[:, k])
-            score = levelled(self.probs[order, k], among=clients.owner)
-            positive = (self.labels == k)[order]
-            new = (score[1:] != score[:-1]) | (clients.owner[1:] != clients.owner[:-1])
-            tied = torch.cat([new.new_zeros(min(len(score), 1)), new]).cumsum(0)
-            last = tied.bincount().cumsum(0)
-            first = torch.cat([last.new_zeros(1), last])[:-1]
-            # Number of examples ranked below, ties counting half.
-            below = (first + last - 1).double()[tied] / 2 - clients.starts[clients.owner]
-            ours = clients.sum(positive)
-            areas.append(
-                (clients.sum(below * positive) - ours * (ours - 1) / 2)
-                / (ours * (clients.counts - ours))
-            )
+        outputs = self.probs.shape[-1]
+        areas = [
+            area(self.clients, self.probs[:, k], self.labels == k)
+            for k in ((1,) if outputs == 2 else range(outputs))
+        ]
         return self.of_clients(torch.stack(areas, -1).nanmean(-1))
+
+
+def area(clients: Segments, scores: Tensor, positive: Tensor) -> Tensor:
+    """Compute the area under the ROC curve of scores [R], of which some are `positive` [R] bool:
+    [J], NaN for a client without both kinds.
+    """
+    order = clients.order(scores)
+    scores, positive = levelled(scores[order], among=clients.owner), positive[order]
+    new = (scores[1:] != scores[:-1]) | (clients.owner[1:] != clients.owner[:-1])
+    tied = torch.cat([new.new_zeros(min(len(scores), 1)), new]).cumsum(0)
+    last = tied.bincount().cumsum(0)
+    first = torch.cat([last.new_zeros(1), last])[:-1]
+    # Number of examples ranked below, ties counting half.
+    below = (first + last - 1).double()[tied] / 2 - clients.starts[clients.owner]
+    ours = clients.sum(positive)
+    ranks = clients.sum(below * positive) - ours * (ours - 1) / 2
+    return ranks / (ours * (clients.counts - ours))
 
 
 def _summed(probs: Tensor, power: int) -> Tensor:

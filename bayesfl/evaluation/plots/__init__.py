@@ -7,13 +7,13 @@ switched, and no figure is registered with pyplot. Colours are those of Okabe an
 colour-blind readers can tell apart.
 """
 
-from bayesfl.evaluation.plots.clients import client_curves, collaboration, labels
+from bayesfl.evaluation.plots.clients import client_curves, labels
 from bayesfl.evaluation.plots.curves import learning_curves, risk_coverage
 from bayesfl.evaluation.plots.diagrams import reliability, reliability_compare
 from bayesfl.evaluation.plots.forest import forest
 from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
-from bayesfl.evaluation.plots.posteriors import marginals, predictions, subnetwork
+from bayesfl.evaluation.plots.posteriors import marginals, predictions
 from bayesfl.evaluation.plots.promises import coverage, evidence
 from bayesfl.evaluation.plots.studies import paired, study
 from bayesfl.evaluation.plots.survival import kaplan_meier
@@ -21,7 +21,6 @@ from bayesfl.evaluation.plots.survival import kaplan_meier
 __all__ = [
     "OKABE_ITO",
     "client_curves",
-    "collaboration",
     "coverage",
     "evidence",
     "forest",
@@ -36,5 +35,4 @@ __all__ = [
     "reliability_compare",
     "risk_coverage",
     "study",
-    "subnetwork",
 ]

@@ -1,22 +1,22 @@
-"""Diagrams client by client: who has which labels, a measure against the rounds, and the weights
-by which models are mixed.
-"""
+"""Diagrams client by client: who has which labels, and a measure against the rounds."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.names import check_names
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, finish, literal, new_figure, some, whole
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    INK,
+    Axes,
+    finish,
+    literal,
+    new_figure,
+    some,
+    whole,
+)
 from bayesfl.evaluation.report import in_prose
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import LinearSegmentedColormap
 
 _CELLS = 300  # cells of a table of labels that have their numbers written in them
 
@@ -49,6 +49,8 @@ def labels(
     >>> bf.plots.labels(clients).get_xlabel()
     'class'
     """
+    from matplotlib.colors import LinearSegmentedColormap
+
     names, classes = clients.client_names, clients.classes
     of = clients.splits[split]
     y = of.y[of.index].cpu().numpy().reshape(len(of.index), -1)
@@ -60,7 +62,8 @@ def labels(
     if ax is None:
         size = max(3.6, 1.6 + 0.42 * min(classes, 20)), max(2.0, 1.0 + 0.26 * min(len(names), 30))
         ax = new_figure(size).add_subplot()
-    image = ax.imshow(shares, cmap=_white_to_blue(), vmin=0, vmax=shares.max(), aspect="auto")
+    blues = LinearSegmentedColormap.from_list("", ["white", BLUE])
+    image = ax.imshow(shares, cmap=blues, vmin=0, vmax=shares.max(), aspect="auto")
     if counts.size <= _CELLS:
         for (row, column), count in np.ndenumerate(counts):
             if count:
@@ -75,12 +78,6 @@ def labels(
     ax.spines[:].set_visible(False)
     ax.figure.colorbar(image, ax=ax, label="share of the client's rows", shrink=0.9)
     return finish(ax, title, xlabel="class")
-
-
-def _white_to_blue() -> "LinearSegmentedColormap":
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("", ["white", BLUE])
 
 
 @literal
@@ -120,64 +117,3 @@ def client_curves(
     ax.plot(rounds[there], mean[there], color=INK, linewidth=2.4, label="mean over clients")
     whole(ax)
     return finish(ax, title, grid="both", legend=True, xlabel="round", ylabel=in_prose(column))
-
-
-@literal
-def collaboration(
-    weights: Tensor | np.ndarray,
-    *,
-    groups: Sequence[int] | None = None,
-    names: Sequence[str] | None = None,
-    ax: "Axes | None" = None,
-    title: str | None = None,
-) -> "Axes":
-    """Draw the mixing weights: a darker cell means a larger share of the column's client in the
-    row's model.
-
-    Args:
-        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]` of the
-            last cohort, whose places among all clients are in `result.server["head"]["cohort"]`.
-        groups: Where it is known which clients are alike, the group of each, [J]: clients stand in
-            the order of their groups, with lines between these, so that weights within groups are
-            blocks on the diagonal.
-        names: Names of all clients, as `clients.client_names`; None for their numbers.
-        ax: Where to draw; by default a new figure.
-        title: Of the axes.
-
-    Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
-
-    Raises:
-        ValueError: `names` has another length.
-
-    Example:
-        >>> bf.plots.collaboration(torch.tensor([[0.9, 0.1], [0.2, 0.8]])).get_xlabel()
-        'whose model'
-    """
-    shown = np.asarray(
-        weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
-    )
-    check_names(names, len(shown))
-    order = (
-        np.arange(len(shown)) if groups is None else np.argsort(np.asarray(groups), kind="stable")
-    )
-    ax = new_figure((4.6, 4.0)).add_subplot() if ax is None else ax
-    image = ax.imshow(
-        shown[np.ix_(order, order)],
-        cmap=_white_to_blue(),
-        vmin=0,
-        vmax=shown.max() or 1,
-    )
-    if groups is not None:
-        kinds = np.asarray(groups)[order]
-        for place in np.flatnonzero(kinds[1:] != kinds[:-1]) + 0.5:
-            ax.axhline(place, color="0.5", linewidth=0.8)
-            ax.axvline(place, color="0.5", linewidth=0.8)
-    places = some(len(shown))
-    told = [str(order[place]) if names is None else names[int(order[place])] for place in places]
-    ax.set_xticks(places, told, rotation=0 if names is None else 90)
-    ax.set_yticks(places, told)
-    ax.tick_params(color="0.5", labelsize="x-small")
-    ax.set(xlabel="whose model", ylabel="client", title=title or "")
-    ax.figure.colorbar(image, ax=ax, label="weight", shrink=0.85)
-    return ax

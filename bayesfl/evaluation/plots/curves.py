@@ -3,7 +3,7 @@ that are answered.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,8 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure, whole
+from bayesfl.evaluation.plots.look import Axes, finish, lines, literal, new_figure, whole
 from bayesfl.evaluation.report import in_prose, mean_and_error
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # a risk-coverage curve jumps before this share of the examples; its axis need not reach these peaks
 _SETTLED = 0.05

@@ -1,18 +1,25 @@
 """Reliability diagrams: whether a classifier is as sure as it is right."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only, predictions
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from bayesfl.evaluation.plots.inputs import names_of_results, only, predictions
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    Axes,
+    Figure,
+    clean,
+    key,
+    literal,
+    new_figure,
+)
 
 _OVER: dict[str, Any] = {
     "color": "#F6CDB2",
@@ -117,7 +124,7 @@ def reliability(
 
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
-    these = None if clients is None else chosen(clients, called)
+    these = None if clients is None else [place(client, called) for client in clients]
     if by == "pooled":
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
         if ax is None:

@@ -1,14 +1,20 @@
 """The forest plot: a coefficient site by site, and of all sites."""
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, natural, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    Axes,
+    finish,
+    literal,
+    natural,
+    new_figure,
+)
 
 REACH = 5.0
 """The range of the axis on either side, as a multiple of the median distance from the joint

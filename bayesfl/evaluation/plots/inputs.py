@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.data.names import check_names
-from bayesfl.data.outline import known_names, place
+from bayesfl.data.outline import known_names
 
 
 def predictions(
@@ -40,18 +40,6 @@ def names_of_results(source: Any, given: Sequence[str] | None, clients: int) -> 
     if given is None and hasattr(source, "data") and hasattr(source, "predict"):
         given = source.data.client_names
     return known_names(given, clients)
-
-
-def chosen(clients: Any, called: Sequence[str]) -> list[int]:
-    """Return the numbers of the clients that were asked for, one or several, by name or number.
-
-    Raises:
-        TypeError: One is neither a name nor a number.
-        ValueError: One is not there.
-    """
-    given = clients.tolist() if hasattr(clients, "tolist") else clients
-    several = given if isinstance(given, list | tuple | range) else [given]
-    return [place(client, called) for client in several]
 
 
 def only(mask: Tensor, clients: Sequence[int]) -> Tensor:

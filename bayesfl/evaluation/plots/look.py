@@ -7,13 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import cycle, product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from bayesfl.base.options import P, R, suggests
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    import matplotlib.axes
+    import matplotlib.figure
+
+# Names of types, so that matplotlib is imported only when something is drawn.
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Figure: TypeAlias = "matplotlib.figure.Figure"
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """The colours of all diagrams, by Okabe and Ito: blue, vermilion, green, purple, orange, sky blue,

@@ -1,7 +1,6 @@
 """Diagrams of predicted numbers: whether intervals hold as many targets as they should."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +8,16 @@ from torch import Tensor
 
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
-from bayesfl.evaluation.plots.inputs import chosen, names_of_results, only
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, finish, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    Axes,
+    clean,
+    finish,
+    literal,
+    new_figure,
+)
 
 LEVELS = np.linspace(0.05, 0.95, 19)
 """Probabilities of the intervals whose coverage is drawn."""
@@ -23,8 +27,6 @@ LEVELS = np.linspace(0.05, 0.95, 19)
 def interval_reliability(
     source: Any,
     *,
-    clients: int | str | Sequence[int | str] | None = None,
-    names: Sequence[str] | None = None,
     bins: int = 10,
     ax: "Axes | None" = None,
     title: str | None = None,
@@ -42,8 +44,6 @@ def interval_reliability(
         source: A simulation's result, whose personal predictions on its test data are used, under
             the distribution of its likelihood; or (mean, variance, targets, mask) of normal ones,
             as `bayesfl.metrics.coverage` takes them.
-        clients: Which clients, by name or number; None for all.
-        names: Names of all clients; by default those of the result's data, or numbers.
         bins: Number of bins of the histogram.
         ax: Where to draw; it makes room for the histogram beneath. By default a new figure.
         title: Of the diagram.
@@ -52,8 +52,7 @@ def interval_reliability(
         The diagram's matplotlib Axes; `axes.figure` is the figure.
 
     Raises:
-        TypeError: A client is neither a name nor a number.
-        ValueError: The shapes do not fit, or a client is not there.
+        ValueError: The shapes do not fit.
 
     Example:
         >>> mean, variance = torch.zeros(1, 50, 1), torch.ones(1, 50, 1)
@@ -62,8 +61,6 @@ def interval_reliability(
         'probability of the interval'
     """
     mean, variance, targets, mask, kind = _predictions(source)
-    if clients is not None:
-        mask = only(mask, chosen(clients, names_of_results(source, names, len(mask))))
     targets = targets[..., None] if targets.dim() == mean.dim() - 1 else targets
     pooled_mean, pooled_targets, everyone = pool(mean, targets, mask)
     pooled = (pooled_mean, variance.flatten(0, 1)[None], pooled_targets, everyone)

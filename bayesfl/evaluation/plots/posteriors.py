@@ -1,20 +1,17 @@
-"""Diagrams of posteriors: weights' marginals beside those of another posterior, predictions over
-one or two inputs, and the subnetwork as an image.
+"""Diagrams of posteriors: weights' marginals beside those of another posterior, and predictions
+over one or two inputs.
 """
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from bayesfl.base.options import Count, Share
-from bayesfl.evaluation.plots.look import BLUE, INK, finish, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, INK, Axes, finish, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Ends of the 90 % and 50 % intervals of a marginal, and its median."""
@@ -163,54 +160,3 @@ def predictions(
     if y is not None:
         ax.plot(rows[:, 0], torch.as_tensor(y).reshape(-1), ".", color=INK, markersize=4)
     return finish(ax, title, grid="y", legend=True, xlabel="input", ylabel="outcome")
-
-
-@literal
-def subnetwork(
-    fitted: Any,
-    *,
-    shape: tuple[int, int] | None = None,
-    parameter: str | None = None,
-    ax: "Axes | None" = None,
-    title: str | None = None,
-) -> "Axes":
-    """Draw the subnetwork as an image: for each input of a layer, the share of its weights that are
-    in the subnetwork.
-
-    Args:
-        fitted: A Laplace approximation of a subnetwork, or a client's,
-            `result.client(name).predictor.inverses((result.tuned,))[0]` of FedSI.
-        shape: Height and width of the inputs, which are the layer's in order; by default a square,
-            where they fill one, else a single row.
-        parameter: Name of the layer's weights, [O, I]; by default the first with two axes.
-        ax: Where to draw; by default a new figure.
-        title: Of the axes; by default the share of all weights.
-
-    Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
-
-    >>> x = torch.randn(30, 9)
-    >>> model = nn.Linear(9, 2)
-    >>> fitted = bf.posteriors.Laplace.fit(
-    ...     model, x, precision=1.0, structure="subnetwork", indices=torch.arange(5)
-    ... )
-    >>> bf.plots.subnetwork(fitted).get_title()
-    '5 of 20 weights'
-    """
-    layout = fitted.curvature.layout
-    chosen = torch.zeros(layout.size)
-    chosen[slice(None) if fitted.indices is None else fitted.indices.cpu()] = 1.0
-    leaves = layout.leaves(chosen)
-    name = parameter or next(name for name, leaf in leaves.items() if leaf.dim() == 2)
-    share = leaves[name].mean(0).numpy()
-    if shape is None:
-        side = round(len(share) ** 0.5)
-        shape = (side, side) if side**2 == len(share) else (1, len(share))
-    ax = new_figure((4.4, 3.6)).add_subplot() if ax is None else ax
-    image = ax.imshow(share.reshape(shape), cmap="viridis", vmin=0)
-    ax.set_xticks([])
-    ax.set_yticks([])
-    counted = f"{int(chosen.sum())} of {layout.size} weights"
-    ax.set(title=counted if title is None else title, xlabel=f"inputs of {name}")
-    ax.figure.colorbar(image, ax=ax, label="share of the input's weights", shrink=0.9)
-    return ax

@@ -3,7 +3,7 @@ the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from bayesfl.evaluation.plots.look import (
     GREY,
     INK,
     OKABE_ITO,
+    Axes,
+    Figure,
     clean,
     finish,
     lines,
@@ -21,10 +23,6 @@ from bayesfl.evaluation.plots.look import (
     new_figure,
     some,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 RED = OKABE_ITO[1]
 _LOW, _HIGH = 1e-3, 1e9
@@ -128,18 +126,7 @@ def evidence(
     (height,) = {1 / watch.delta for watch in named.values()}
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for watch, look in zip(named.values(), lines(named), strict=True):
-        all_of = np.concatenate([[1.0], watch.history])
-        shown = np.clip(all_of, _LOW, _HIGH)
-        if (all_of > _HIGH).any():
-            ax.plot(
-                np.flatnonzero(all_of > _HIGH)[:1],
-                [_HIGH],
-                "^",
-                color=look["color"],
-                markersize=6,
-                gid="above",
-                clip_on=False,
-            )
+        shown = np.concatenate([[1.0], watch.history])
         ax.plot(np.arange(len(shown)), shown, linewidth=1.4, **look)
         reached = np.flatnonzero(shown >= height)
         if len(reached):
@@ -165,16 +152,7 @@ def evidence(
         fontsize="small",
     )
     ax.set_yscale("log")
-    if ax.get_ylim()[1] > _HIGH:
-        ax.set_ylim(top=3 * _HIGH)
-        ax.annotate(
-            "1e9 or more",
-            (1, _HIGH),
-            xycoords=ax.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize="small",
-        )
+    ax.set_ylim(*np.clip(ax.get_ylim(), _LOW, _HIGH))
     return finish(
         ax,
         title,

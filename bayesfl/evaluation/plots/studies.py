@@ -2,16 +2,13 @@
 client.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bayesfl.evaluation.history import HEADLINES
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, finish, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, Axes, finish, literal, new_figure
 from bayesfl.evaluation.report import better, in_prose
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @literal

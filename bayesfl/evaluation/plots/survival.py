@@ -1,20 +1,17 @@
 """Curves of survival, with intervals and a table of numbers at risk."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import finish, lines, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bayesfl.evaluation.plots.look import Axes, finish, lines, literal, new_figure
 
 
 @literal
 def kaplan_meier(
     found: Any,
     *,
-    level: float | None = 0.95,
+    level: float = 0.95,
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
@@ -25,7 +22,7 @@ def kaplan_meier(
 
     Args:
         found: Curves, of `bf.stats.kaplan_meier`.
-        level: Probability of the intervals; None without bands.
+        level: Probability of the intervals.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -43,16 +40,15 @@ def kaplan_meier(
     height = 3.6 + 0.22 * len(found.groups)
     ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
     times, survival = found.times.numpy(), found.survival.numpy()
-    low, high = (t.numpy() for t in found.interval(level or 0.95))
+    low, high = (t.numpy() for t in found.interval(level))
     looks = list(lines(found.groups))
     for place, look in enumerate(looks):
         colour, there = look["color"], found.at_risk[place].numpy() > 0
         x = np.concatenate([[0.0], times[there]])
         y = np.concatenate([[1.0], survival[place, there]])
         ax.step(x, y, where="post", linewidth=1.5, **look)
-        if level is not None:
-            below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
-            ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)
+        below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
+        ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)
     ax.set(xlim=(0, None), ylim=(0, 1.02))
     _numbers(ax, found, [look["color"] for look in looks])
     several = len(found.groups) > 1

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from matplotlib.figure import Figure
 
-from bayesfl.base.display.html import Cell, facts, picture, preview, table, text
+from bayesfl.base.display.html import Cell, facts, picture, table, text
 
 
 def test_text():
@@ -39,13 +39,6 @@ def test_table():
     assert "<td>no</td>" in found
     assert 'data-value="-Infinity"' in table({"who": ["a"], "n": [-math.inf]})
     assert '<tfoot><tr><th scope="row">all</th><td class="number" data-value="4.0">4</td>' in found
-
-
-def test_preview():
-    """A long table shows its first rows."""
-    found = preview({"x": range(30)}, "Numbers")
-    assert "Numbers; the first 10 of 30 rows" in found
-    assert found.count("<tr>") == 11
 
 
 def test_facts_and_pictures():

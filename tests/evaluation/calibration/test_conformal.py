@@ -16,7 +16,7 @@ from bayesfl.evaluation.calibration.conformal import (
     HISTOGRAM_BINS,
     thresholds,
 )
-from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
+from bayesfl.evaluation.calibration.scores import class_scores
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
@@ -136,11 +136,6 @@ def test_scores_by_hand():
     assert_close(
         class_scores("aps", probs, u), torch.tensor([0.8 + 0.05, 0.125, 0.5 + 0.075]).double()
     )
-    eight = torch.full((8,), 0.125, dtype=torch.float64)
-    assert_close(
-        class_scores("raps", eight, u) - class_scores("aps", eight, u),
-        torch.tensor([0, 0, 0, 0, 0, 0.01, 0.02, 0.03]).double(),
-    )
 
 
 def test_scores_end_at_the_largest():
@@ -148,9 +143,8 @@ def test_scores_end_at_the_largest():
     endless.
     """
     probs = torch.rand(500, 200, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
-    for score in ("aps", "raps"):
-        found = class_scores(score, probs, torch.ones(500, dtype=torch.float64) * (1 - 1e-16))
-        assert float(found.max()) <= largest_class_score(score, 200)
+    found = class_scores("aps", probs, torch.ones(500, dtype=torch.float64) * (1 - 1e-16))
+    assert float(found.max()) <= 1
 
 
 def test_a_fitted_step_shows_shapes_and_no_rows():
@@ -161,7 +155,7 @@ def test_a_fitted_step_shows_shapes_and_no_rows():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"score": "aps"}, {"score": "raps"}, {"by": "label"}, {"never_empty": True, "level": 0.1}],
+    [{}, {"score": "aps"}, {"by": "label"}, {"never_empty": True, "level": 0.1}],
 )
 def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
     """Of every client, as its node computes them; rows that pad have none."""
@@ -244,7 +238,7 @@ def test_intervals_of_numbers(kind: str):
     [
         ({"level": 1.0}, r"^level must lie within \(0, 1\), got 1\.0"),
         ({"shrink": -1}, "^shrink must be >= 0, got -1"),
-        ({"score": "thr"}, "score must be 'lac', 'aps' or 'raps', got 'thr'"),
+        ({"score": "thr"}, "score must be 'lac' or 'aps', got 'thr'"),
         ({"by": "group"}, "by must be 'client' or 'label', got 'group'"),
     ],
 )
@@ -309,7 +303,7 @@ def test_ranks_are_exact():
         assert round(float(found) * n) == (n + 1) * 6 // 10
 
 
-@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
+@pytest.mark.parametrize("score", ["lac", "aps"])
 @pytest.mark.parametrize("shrink", [0.0, 20.0, math.inf])
 def test_sets_do_not_depend_on_last_bits(score: Any, shrink: float):
     """Votes of eight, of which many rows have the same, with and without rounding in float32; equal

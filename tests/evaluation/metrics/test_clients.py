@@ -13,7 +13,7 @@ from tests.evaluation.metrics.made import CLASSIFICATION, federation
 
 @pytest.mark.parametrize("name", CLASSIFICATION)
 def test_pooled_is_one_client_with_everything(name):
-    """`pooled` equals the measure of the clients' examples, concatenated."""
+    """A measure of what `pool` returns is that of the clients' examples, concatenated."""
     probs, labels, mask = federation()
     measure = CLASSIFICATION[name]
     together = (
@@ -21,7 +21,7 @@ def test_pooled_is_one_client_with_everything(name):
         labels[mask][None],
         torch.ones(1, int(mask.sum()), dtype=torch.bool),
     )
-    assert_close(metrics.pooled(measure, probs, labels, mask), measure(*together).item())
+    assert_close(measure(*metrics.pool(probs, labels, mask)), measure(*together))
 
 
 def test_bottom_decile_counts_from_the_worst():

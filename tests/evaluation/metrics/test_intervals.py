@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.evaluation import metrics
 from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.metrics.intervals import measured_intervals
+from bayesfl.evaluation.metrics.measured import Measured
 from bayesfl.likelihoods import Quantiles
 from tests.cases import numbers
 
@@ -23,16 +23,30 @@ def intervals() -> tuple[torch.Tensor, ...]:
     return lower, lower + numbers(2, 3, 2, seed=1).abs(), lower + numbers(2, 3, 2, seed=2), mask
 
 
-def by_client(*padded: torch.Tensor, mask: torch.Tensor, **options: Any) -> dict[str, np.ndarray]:
-    """The measures of each client, of lower and upper ends, targets, and middles if known."""
-    rows = [t[mask] for t in padded]
-    return measured_intervals(Segments(mask.sum(1)), *rows, **options).table()
+def measured(
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    y: torch.Tensor,
+    middle: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor,
+    level: float = 0.9,
+) -> Measured:
+    """The measures of lower and upper ends, targets, and middles where these are not between."""
+    middle = (lower + upper) / 2 if middle is None else middle
+    rows = [t[mask] for t in (lower, upper, y, middle)]
+    return measured_intervals(Segments(mask.sum(1)), *rows, level=level)
+
+
+def by_client(*padded: torch.Tensor, **options: Any) -> dict[str, np.ndarray]:
+    """The measures of each client."""
+    return measured(*padded, **options).table()
 
 
 def test_intervals_by_hand():
     """One inside, one 2 above; at level 0.8 what lies outside counts ten times."""
-    lower, upper, y = torch.zeros(1, 2, 1), torch.ones(1, 2, 1), torch.tensor([[0.5, 3.0]])
-    found = metrics.interval_summary(lower, upper, y, torch.ones(1, 2).bool(), level=0.8)
+    lower, upper, y = torch.zeros(1, 2, 1), torch.ones(1, 2, 1), torch.tensor([[[0.5], [3.0]]])
+    found = measured(lower, upper, y, mask=torch.ones(1, 2).bool(), level=0.8).summary()
     wanted = {
         "coverage": 0.5,
         "width": 1,
@@ -50,7 +64,7 @@ def test_the_loss_is_the_likelihoods():
     lower, upper, y, mask = intervals()
     outputs = torch.cat([lower, torch.expm1(upper - lower).log()], -1)
     losses = Quantiles(0.8).nll(outputs, y)
-    found = metrics.interval_summary(lower, upper, y, mask, level=0.8)
+    found = measured(lower, upper, y, mask=mask, level=0.8).summary()
     own = [float(losses[0].mean()), float(losses[1, :2].mean())]
     assert found["pinball"] == pytest.approx(sum(own) / 2)
     assert found["pooled_pinball"] == pytest.approx(float(losses[mask].mean()))
@@ -71,9 +85,7 @@ def test_padding_is_not_read_and_broken_clients_are_nan():
     assert by_client(lower, upper, y, mask=mask)["width"].tolist() == pytest.approx(
         [math.nan, before["width"][1]], nan_ok=True
     )
-    assert all(
-        math.isnan(value) for value in metrics.interval_summary(lower, upper, y, mask).values()
-    )
+    assert all(math.isnan(of) for of in measured(lower, upper, y, mask=mask).summary().values())
 
 
 def test_endless_intervals_are_infinitely_wide():
@@ -95,25 +107,11 @@ def test_endless_intervals_are_infinitely_wide():
     assert by_client(lower, upper, y, middle, mask=mask)["rmse"].tolist() == pytest.approx(
         [0.5, 0.5]
     )
-    assert metrics.interval_summary(lower, upper, y, mask, middle=middle)[
-        "pooled_rmse"
-    ] == pytest.approx(0.5)
-    summary = metrics.interval_summary(lower, upper, y, mask)
+    found_apart = measured(lower, upper, y, middle, mask=mask).summary()
+    assert found_apart["pooled_rmse"] == pytest.approx(0.5)
+    summary = measured(lower, upper, y, mask=mask).summary()
     assert math.isnan(summary["rmse"])  # and not that of the clients whose intervals end
     assert summary["width"] == summary["pooled_interval_score"] == math.inf
     assert summary["coverage"] == pytest.approx(found["coverage"].mean())
     lower[0, 1] = math.inf
     assert math.isnan(by_client(lower, upper, y, mask=mask)["width"][0])
-
-
-def test_what_does_not_fit():
-    lower, upper, y, mask = intervals()
-    for given, options, words in (
-        ((lower, upper, y), {"level": 90}, r"level .*got 90"),
-        ((lower, upper, y[..., 0]), {}, r"lower, upper, targets must be \[J, N, O\]"),
-        ((upper, lower, y), {}, "lower end is above"),
-        ((lower, upper, y / 0 * 0), {}, "targets must be finite"),
-        ((lower[0], upper, y), {}, r"lower, upper, targets must be \[J, N, O\]"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            metrics.interval_summary(*given, mask, **options)

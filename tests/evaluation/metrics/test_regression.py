@@ -59,10 +59,9 @@ def test_regression_errors():
     """Shapes, variances and targets are checked at the boundary."""
     mean, variance, targets, mask = regression()
     for measure, given, words in (
-        (metrics.rmse, (mean, targets[..., 0], mask), r"mean, .*'targets': \[4, 50\]"),
-        (metrics.rmse, (mean[0], targets, mask), r"mean, .*'mean': \[50, 2\]"),
+        (metrics.rmse, (mean, targets[..., 0], mask), r"mean, .*\[4, 50\]"),
+        (metrics.rmse, (mean[0], targets, mask), r"mean, .*got \[\[50, 2\]"),
         (metrics.gaussian_nll, (mean, variance[..., :1], targets, mask), r"mean, .*\[4, 50, 1\]"),
-        (metrics.gaussian_nll, (mean, 0 * variance, targets, mask), "variance must be > 0"),
         (metrics.rmse, (mean, targets, torch.ones_like(mask)), "targets must be finite"),
         (metrics.rmse, (mean, targets, mask[..., None]), "mask must be"),
         (metrics.coverage, (mean, variance, targets, mask, 90), r"level .*got 90"),

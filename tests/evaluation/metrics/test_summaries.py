@@ -61,7 +61,7 @@ def test_summary_is_made_of_the_measures():
         assert summary[name] == pytest.approx(measure(*case, **options).mean().item())
         if name not in ("macro_f1", "auroc"):
             assert summary[f"pooled_{name}"] == pytest.approx(
-                metrics.pooled(measure, *case, **options)
+                float(measure(*metrics.pool(*case), **options))
             )
     assert summary["accuracy_decile"] == metrics.accuracy(*case).sort().values[1]
     pooled = {"pooled_accuracy", "pooled_nll", "pooled_ece", "pooled_mce", "pooled_brier"}

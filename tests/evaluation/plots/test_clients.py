@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import bayesfl as bf
 from bayesfl.evaluation import plots
@@ -74,44 +73,3 @@ def test_client_curves_have_a_line_for_each_client_and_their_mean():
     plots.client_curves(history, "personal_nll").figure.canvas.draw()
     with pytest.raises(KeyError, match="record_clients"):
         plots.client_curves(history, "personal_accuracy")
-
-
-def test_collaboration_shows_groups_as_blocks():
-    """Clients stand in the order of their groups, labelled by their own numbers, lines between
-    groups; without groups as they come.
-    """
-    weights = torch.tensor(
-        [[0.6, 0.0, 0.4, 0.0], [0.1, 0.9, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]]
-    )
-    mine = Figure().add_subplot()
-    ax = plots.collaboration(weights, groups=[0, 1, 0, 1], ax=mine, title="t")
-    (image,) = ax.images
-    order = [0, 2, 1, 3]
-    np.testing.assert_allclose(image.get_array(), weights.numpy()[order][:, order])
-    assert image.get_clim() == (0, pytest.approx(0.9))
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["0", "2", "1", "3"]
-    across, down = ax.lines
-    assert list(across.get_ydata()) == list(down.get_xdata()) == [1.5, 1.5]
-    assert (ax, ax.get_title()) == (mine, "t")
-    ax.figure.canvas.draw()
-    plain = plots.collaboration(weights.numpy())
-    np.testing.assert_allclose(plain.images[0].get_array(), weights)
-    assert not plain.lines
-    plots.collaboration(torch.zeros(30, 30)).figure.canvas.draw()
-
-
-def test_clients_stand_under_their_names():
-    """In the order in which they are drawn; of many clients some are named, each at its
-    own place.
-    """
-    weights = torch.eye(4)
-    ax = plots.collaboration(weights, groups=[0, 1, 0, 1], names=["a", "b", "c", "d"])
-    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
-        assert [text.get_text() for text in labels] == ["a", "c", "b", "d"]
-    many = plots.collaboration(torch.eye(50), names=[f"town {j}" for j in range(50)])
-    assert [
-        (int(x), text.get_text())
-        for x, text in zip(many.get_xticks(), many.get_xticklabels(), strict=True)
-    ] == [(j, f"town {j}") for j in range(0, 50, 3)]
-    with pytest.raises(ValueError, match=r"names.*4 clients, got 1"):
-        plots.collaboration(weights, names=["a"])

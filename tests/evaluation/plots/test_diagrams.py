@@ -175,7 +175,7 @@ def test_clients_are_chosen_by_name_or_number(by: str):
             for ax in np.atleast_1d(drawn)
         ]
         assert sum(counts) == case[2][[2, 4]].sum()
-    one = plots.reliability(*case, by=by, clients="town 3", names=names)  # type: ignore[arg-type]
+    one = plots.reliability(*case, by=by, clients=["town 3"], names=names)  # type: ignore[arg-type]
     assert (
         sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count"))
         == case[2][3].sum()
@@ -198,7 +198,7 @@ def test_errors_name_the_client():
     ):
         with pytest.raises(ValueError, match=r"clients? \[?3\b"):
             plots.reliability(probs, labels, mask, **options)
-    plots.reliability(probs, labels, mask, by="client", clients=torch.tensor([2, 4]))
+    plots.reliability(probs, labels, mask, by="client", clients=[2, 4])
 
 
 @pytest.mark.parametrize("panels", [1, 2, 3, 5])

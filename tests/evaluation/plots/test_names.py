@@ -82,7 +82,6 @@ def audit(run: Result) -> Any:
 
 DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "client_curves": lambda n, r: bf.plots.client_curves(r.history, "personal_nll", title=n),
-    "collaboration": lambda n, r: bf.plots.collaboration(torch.eye(2), names=[n, "b"]),
     "coverage": lambda n, r: bf.plots.coverage({n: audit(r), "b": audit(r)}),
     "evidence": lambda n, r: bf.plots.evidence({n: alarm(), "b": alarm()}),
     "forest": lambda n, r: bf.plots.forest(bf.stats.glm(sites_of(n), family="binomial"), n),
@@ -93,14 +92,13 @@ DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "kaplan_meier": lambda n, r: bf.plots.kaplan_meier(survival_of(n)),
     "labels": lambda n, r: bf.plots.labels(r.data),
     "learning_curves": lambda n, r: bf.plots.learning_curves({n: r, "b": r}),
-    "marginals": lambda n, r: bf.plots.marginals({n: fitted(), "b": fitted()}),
+    "marginals": lambda n, r: bf.plots.marginals({n: posterior_of(n), "b": posterior_of(n)}),
     "paired": lambda n, r: bf.plots.paired(bf.table({n: r, "b": r}), n, "b"),
     "predictions": lambda n, r: bf.plots.predictions(fitted(), torch.randn(5, 2), title=n),
     "reliability": lambda n, r: bf.plots.reliability(r, by="client", title=n),
     "reliability_compare": lambda n, r: bf.plots.reliability_compare({n: r, "b": r}),
     "risk_coverage": lambda n, r: bf.plots.risk_coverage({n: r, "b": r}),
     "study": lambda n, r: bf.plots.study(bf.table({n: r, "b": r})),
-    "subnetwork": lambda n, r: bf.plots.subnetwork(posterior_of(n), title=n),
 }
 
 

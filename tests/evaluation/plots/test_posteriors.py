@@ -45,22 +45,6 @@ def test_marginals_are_quantiles_of_the_draws():
         plots.marginals({"a": laplace(4), "b": laplace(5)})
 
 
-def test_a_subnetwork_is_an_image_of_its_inputs():
-    """Each input's share of weights that are selected; a square where they fill one."""
-    chosen = torch.tensor([0, 4, 1, 3])  # weights [2, 4]: input 0 twice, inputs 1 and 3 once
-    fitted = laplace(structure="subnetwork", indices=chosen.sort().values)
-    ax = plots.subnetwork(fitted)
-    (image,) = ax.images
-    np.testing.assert_allclose(image.get_array(), [[1.0, 0.5], [0.0, 0.5]])
-    assert ax.get_title() == "4 of 10 weights"
-    assert ax.get_xlabel() == "inputs of weight"
-    row = plots.subnetwork(laplace(5), title="t")
-    np.testing.assert_allclose(row.images[0].get_array(), np.ones((1, 5)))
-    wide = plots.subnetwork(fitted, shape=(1, 4), ax=Figure().add_subplot())
-    np.testing.assert_allclose(wide.images[0].get_array(), [[1.0, 0.5, 0.0, 0.5]])
-    row.figure.canvas.draw()
-
-
 class Told:
     """Predicts what a function says of the inputs."""
 

@@ -106,9 +106,7 @@ def test_evidence_is_drawn_from_one():
     mine = Figure().add_subplot()
     ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
     lines = {str(line.get_label()): line for line in ax.lines}
-    np.testing.assert_allclose(
-        lines["usual"].get_ydata(), np.clip([1.0, *usual.history], 1e-3, 1e9)
-    )
+    np.testing.assert_allclose(lines["usual"].get_ydata(), [1.0, *usual.history])
     assert list(lines["_raised at 20"].get_ydata()) == [20, 20]
     assert [text.get_text() for text in ax.texts] == ["raised at 20"]
     (mark,) = [line for line in ax.lines if line.get_gid() == "raised"]
@@ -117,8 +115,6 @@ def test_evidence_is_drawn_from_one():
     ax.figure.canvas.draw()
     assert ax.get_xlabel() == "rows seen"
     long = plots.evidence(Alarm(np.zeros(50)).see(np.arange(1.0, 200.0)))
-    assert "1e9 or more" in [text.get_text() for text in long.texts]
-    (above,) = [line for line in long.lines if line.get_gid() == "above"]
-    assert list(above.get_ydata()) == [1e9]
+    assert long.get_ylim()[1] == 1e9
     with pytest.raises(ValueError, match="too many values"):
         plots.evidence({"a": strange, "b": Alarm([1.0], delta=0.1)})
