@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from bayesfl.base import archive
 from bayesfl.commands import demo, new_app
@@ -19,11 +18,6 @@ from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
 from bayesfl.stats.kept import ledger
 from bayesfl.study.table import read
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["show", "no-folder"])
         2
     """
-    parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
+    parser = argparse.ArgumentParser(
+        prog="bayesfl", description="Bayesian inference for federated models."
+    )
     parser.add_argument("--version", action="version", version=f"bayesfl {version('bayesfl')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for run, name, words in (
