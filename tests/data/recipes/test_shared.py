@@ -158,7 +158,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
         (lambda: label_groups(test=True), r"^test .*got True"),
         (lambda: label_groups(clients=0), r"^clients .*1.* got 0"),
         (lambda: label_groups(clients=2.5), r"^clients .*got 2\.5"),
-        (lambda: label_groups(test=21), "class 8 has 174 rows, and 5 clients need 35 each"),
+        (lambda: label_groups(test=21), "class 8 has 174 rows, and its clients need 175"),
         (lambda: label_groups("diabetes"), r"label_groups .*'diabetes' .*regression"),
         (lambda: label_groups(validation=1.0), r"^validation .*\[0, 1\), got 1\.0; .*share"),
         (lambda: labels_per_client(sizes="some"), "sizes must be 'equal' or 'random', got 'some'"),  # pyright: ignore[reportArgumentType]
