@@ -264,38 +264,6 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
     return 2 * (1 + momentum) / left if left > 0 else math.inf
 
 
-def refuse_divergence(
-    optimiser: Optimiser, precision: float, name: str, value: float, named: Callable[[float], float]
-) -> None:
-    """Raise ValueError if steps of SGD towards the centre of a tie diverge, and name a setting at
-    half of the limit.
-
-    Other optimisers and schedules are not checked here: a schedule's rates are known only in a run,
-    where `simulate` checks them.
-
-    Args:
-        optimiser: The steps.
-        precision: Precision of the tie.
-        name: The option that gives the tie its strength.
-        value: What the option is.
-        named: Function from a precision to the option's value.
-
-    Example:
-        >>> bf.optim.refuse_divergence(bf.optim.SGD(0.1), 4.0, "scale", 0.5, lambda tie: tie**-0.5)
-    """
-    if not isinstance(optimiser, SGD) or callable(optimiser.rate):
-        return
-    rate, momentum = optimiser.rate, optimiser.momentum
-    if rate < (limit := rate_limit(0.0, precision, momentum)):
-        return
-    raise ValueError(
-        f"head_optimiser of rate {rate:g} and {name}={value:g} make steps towards the centre "
-        f"diverge: rate / rho^2 is {rate * precision:g}, and must be below 2 (1 + momentum) = "
-        f"{2 * (1 + momentum):g}; take a rate of {limit / 2:.2g} or "
-        f"{name}={named(precision * limit / 2 / rate):.2g}, which are at half of that"
-    )
-
-
 @dataclass(frozen=True)
 @declared
 class Adam:

@@ -1,6 +1,5 @@
 """One table of networks that reach their weights in unusual ways."""
 
-import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -122,37 +121,6 @@ class InADecorator(Base):
 
     def hidden(self, x):
         return self.f["f"][0](x)
-
-
-@listed
-class InAWeakReference(Base):
-    def begin(self):
-        self.f = weakref.ref(self.a)
-
-    def hidden(self, x):
-        return self.f()(x)
-
-
-@listed
-class InWeakReferences(Base):
-    def begin(self):
-        net = weakref.ref(self)
-        self.f = [weakref.WeakMethod(self.a.forward), {"bias": (weakref.ref(self.a.bias),)}]
-        self.g = lambda x: x * net().o.weight.sum()
-
-    def hidden(self, x):
-        return self.g(self.f[0]()(x) * self.f[1]["bias"][0]())
-
-
-@listed
-class InWeakTables(Base):
-    def begin(self):
-        self.f = weakref.WeakKeyDictionary({self.a: self.a.weight})
-        self.g = weakref.WeakValueDictionary(o=self.o), weakref.WeakSet([self.a])
-
-    def hidden(self, x):
-        (layer,) = self.g[1]
-        return layer(x @ self.f[layer].T @ self.g[0]["o"].weight.T @ x.new_ones(3, 6))
 
 
 @listed

@@ -178,12 +178,6 @@ MISTAKES: dict[str, Case] = {
         ("NaN in y",),
     ),
     "heads of a weight norm": (weight_normed, ValueError, ("nn.Linear", "remove_parametrizations")),
-    "from_arrays(y, x)": (lambda: data.from_arrays([Y], [X]), ValueError, ("exchanged", "x first")),
-    "from_arrays(y, x, client_ids)": (
-        lambda: data.from_arrays(Y.numpy(), X.numpy(), client_ids=Y),
-        ValueError,
-        ("exchanged",),
-    ),
     "from_arrays(test=0.2)": (
         lambda: data.from_arrays([X], [Y], test=0.2),  # type: ignore[arg-type]
         TypeError,

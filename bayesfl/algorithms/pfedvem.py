@@ -45,7 +45,7 @@ from bayesfl.composition import (
 from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
-from bayesfl.optim import SGD, rate_at, refuse_divergence
+from bayesfl.optim import SGD, rate_at
 from bayesfl.posteriors import MeanField
 
 BOTH = ("body", "head")
@@ -175,13 +175,9 @@ def pfedvem_held(
     (docs/studies/truth.md).
 
     Args:
-        prior_scale: The rho of all clients. One under which steps of SGD towards the centre diverge
-            is refused; where the rate is a schedule, `simulate` warns in the rounds that it looks
-            at.
+        prior_scale: The rho of all clients. `simulate` warns in round 1 if steps of SGD towards the
+            centre diverge under it.
         init_scale: Standard deviation of q_j at the start.
-
-    Raises:
-        ValueError: Steps of `head_optimiser` towards the centre diverge under `prior_scale`.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)
@@ -189,9 +185,6 @@ def pfedvem_held(
         >>> list(method.uplink(method.init(4)))  # what a client sends each round
         ['body.loc', 'head.loc']
     """
-    refuse_divergence(
-        head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5
-    )
     parts = BOTH if has_body(model) else ("head",)
     head = Block(
         "head.*",

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from bayesfl.base import archive
 from bayesfl.commands import demo, new_app
@@ -21,14 +20,9 @@ from bayesfl.stats.kept import ledger
 from bayesfl.study.table import read
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, or 2 after an error, which is one line of
-    standard error.
+    """Run a command, or print the help without one, and return the exit status: 0, or 2 after an
+    error.
 
     Args:
         argv: The words after `bayesfl`; None for those of the process.
@@ -38,15 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["show", "no-folder"])
         2
     """
-    parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
+    parser = argparse.ArgumentParser(
+        prog="bayesfl", description="Bayesian inference for federated models."
+    )
     parser.add_argument("--version", action="version", version=f"bayesfl {version('bayesfl')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.set_defaults(run=parser.print_help)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for run, name, words in (
         (demo.demo, "demo", "train three methods on digits, with reports"),
-        (show, "show", "say what a saved run, a model or a study's folder holds"),
+        (show, "show", "show what a saved run, a model or a study's folder holds"),
         (report, "report", "write report.html into the folder of a run or a study"),
         (study, "study", "print the table of a study's folder"),
-        (data, "data", "list the data sets, and where their files are looked for"),
+        (data, "data", "list the data sets, and how to get them"),
         (new_app.new_app, "new-app", "make a small Flower app in a new folder"),
     ):
         told = f"{words[0].upper()}{words[1:]}."
@@ -65,10 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show(folder: Path) -> None:
-    """Print what a folder, or one file, holds: what a node was asked by statistics, a saved run, a
+def show(folder: Path = demo.FOLDER) -> None:
+    """Print what a folder, or one file, holds: a node's ledger of statistics, a saved run, a
     client's model, also in a node's folder of states, another file of bayesfl's, or the runs of a
     study.
+
+    Args:
+        folder: The folder or the file; by default that of the demonstration.
 
     Raises:
         ValueError: It holds nothing of bayesfl's.
@@ -136,7 +136,7 @@ def study(folder: Path) -> None:
 
 
 def data() -> None:
-    """Print the data sets by name, whether their files are there, and where they are looked for."""
+    """Print the data sets by name, whether their files are there, and how to get them."""
     for name, info in available().items():
         try:
             there = f"{len(load(name).x):,} rows"
@@ -144,4 +144,9 @@ def data() -> None:
             there = "no files"
         print(f"{name:15} {there:12} {info.licence}")
     named = "BAYESFL_DATA" if os.environ.get("BAYESFL_DATA") else "BAYESFL_DATA is not set"
-    print(f"Files are looked for in {default_root()} ({named}).")
+    print(
+        f"Files are read from {default_root()} ({named}). Download images with\n"
+        "  python -c \"import bayesfl as bf; bf.data.load('mnist', download=True)\"\n"
+        "For heart and shakespeare, bf.data.load('heart') raises an error that names the files to "
+        "download and their place."
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import WIDE, Inputs, named
 from bayesfl.base.warning import warn
 from bayesfl.data.mapped import mapped, mark_mapped
-from bayesfl.data.tables.frames import columns_of, numbers_of
+from bayesfl.data.tables.frames import columns_of
 
 ROUNDED_ROWS, COARSE = 1000, 1e-2
 """Number of rows that are checked for what float32 loses, and the share of a column's standard
@@ -105,7 +105,8 @@ def _of_array(values: Any, name: str) -> Tensor:
         )
     array = np.asarray(values)
     if array.dtype == object and array.ndim == 2 and hasattr(values, "dtypes"):
-        array = numbers_of(values, name)  # of several types, bools beside floats for instance
+        # Columns of several types, such as bools beside floats.
+        array = values.to_numpy(dtype=np.float64, na_value=np.nan)
     if array.dtype.kind not in "fiub":
         raise ValueError(
             f"{name} must be an array of numbers, got {array.dtype}; "

@@ -75,15 +75,7 @@ class FederatedData:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
-        most = self.splits["train"].environments
-        environments = (
-            f", up to {most} environments each"
-            if most > 1
-            else ", one environment each"
-            if most
-            else ""
-        )
-        return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
+        return f"FederatedData({self.source.name}, {self.clients} clients; {counts})"
 
     def __post_init__(self) -> None:
         ordered("client_names", self.client_names, "pass a list in the order of the clients")

@@ -193,43 +193,6 @@ def deal_labels(
     return concatenated(pieces)
 
 
-def deal_exactly(
-    labels: np.ndarray,
-    held: np.ndarray,
-    classes: int,
-    amounts: Sequence[int],
-    rng: np.random.Generator,
-) -> list[list[np.ndarray]]:
-    """Give every client the same number of rows of each of its classes, for several parts at once.
-    No row is given twice.
-
-    Args:
-        labels: Class of each row [N].
-        held: Classes of each client [J, L].
-        classes: Number of classes.
-        amounts: Number of rows of a class that a client gets, for each part.
-        rng: The generator of the draws.
-
-    Returns:
-        For each part, the rows of each client.
-
-    Raises:
-        ValueError: A class has too few rows.
-    """
-    pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
-    for k, rows in enumerate(rows_by_class(labels, classes)):
-        shuffled, takers = iter(rng.permutation(rows)), np.flatnonzero((held == k).any(1))
-        if len(rows) < len(takers) * sum(amounts):
-            raise ValueError(
-                f"class {k} has {len(rows)} rows, and {len(takers)} clients need {sum(amounts)} "
-                "each; take fewer clients or fewer rows"
-            )
-        for j in takers:
-            for part, amount in zip(pieces, amounts, strict=True):
-                part[j].append(np.fromiter(shuffled, np.int64, amount))
-    return [concatenated(part) for part in pieces]
-
-
 def deal_around(
     labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
 ) -> list[np.ndarray]:

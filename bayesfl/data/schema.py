@@ -15,7 +15,7 @@ from bayesfl.base.inputs import Shapes, as_tuples, count, named, unnamed
 from bayesfl.base.targets import Task
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.split import ClientData
-from bayesfl.data.tables.columns import Columns, warn_of_rows
+from bayesfl.data.tables.columns import Columns
 from bayesfl.data.tables.frames import names_of
 from bayesfl.data.tables.table import Table, is_frame
 from bayesfl.data.tables.texts import is_number
@@ -135,8 +135,7 @@ class Schema:
             UserWarning: Rows of a frame are unlike the training rows.
         """
         if self.prepared is not None and is_frame(x):
-            x, strange = self.prepared.applied(Table(x, "x"))
-            warn_of_rows(strange)
+            x = self.prepared.apply(Table(x, "x"))
         columns = names_of(x, pooled=True)
         if None not in (columns, self.columns) and columns != self.columns:
             raise ValueError(

@@ -116,21 +116,9 @@ class Source:
         return self.y[self.train :]
 
 
-_LECUN = (
-    "Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, Gradient-based learning applied to document "
-    "recognition, Proc. IEEE 86(11), 1998"
-)
-_XIAO = (
-    "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine "
-    "learning algorithms, arXiv:1708.07747"
-)
 _KRIZHEVSKY = (
     "A. Krizhevsky, Learning multiple layers of features from tiny images, technical report, "
     "University of Toronto, 2009"
-)
-_COHEN = (
-    "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to handwritten "
-    "letters, arXiv:1702.05373, 2017"
 )
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -148,13 +136,15 @@ INFO = {
         SourceInfo(
             name="mnist",
             licence="often given as CC BY-SA 3.0",
-            citation=_LECUN,
+            citation="Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, Gradient-based learning applied "
+            "to document recognition, Proc. IEEE 86(11), 1998",
             url="http://yann.lecun.com/exdb/mnist/",
         ),
         SourceInfo(
             name="fashion-mnist",
             licence="MIT, (c) 2017 Zalando SE",
-            citation=_XIAO,
+            citation="H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for "
+            "benchmarking machine learning algorithms, arXiv:1708.07747",
             url="https://github.com/zalandoresearch/fashion-mnist",
         ),
         SourceInfo(
@@ -171,7 +161,8 @@ INFO = {
         ),
         SourceInfo(
             name="emnist-letters",
-            citation=_COHEN,
+            citation="G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST "
+            "to handwritten letters, arXiv:1702.05373, 2017",
             url="https://www.nist.gov/itl/products-and-services/emnist-dataset",
         ),
         SourceInfo(

@@ -132,9 +132,8 @@ class ClientData:
             else "no examples"
         )
         y = f"{str(self.y.dtype).removeprefix('torch.')} y {list(self.y.shape[1:])}"
-        environments = f"; up to {self.environments} environments each" * bool(self.environments)
         shown = list(self.x.shape[1:]) if isinstance(self.x, Tensor) else shape_of(self.x)
-        return f"ClientData({self.clients} clients of {many}; x {shown}, {y}{environments})"
+        return f"ClientData({self.clients} clients of {many}; x {shown}, {y})"
 
     @property
     def clients(self) -> int:

@@ -43,8 +43,8 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
     if targets.shape:
         raise ValueError(
             f"likelihood {type(likelihood).__name__} is for one label an example, the data have "
-            f"labels {list(targets.shape)} of each; take Tokens() for a class at each place, or "
-            "MultiLabel() for labels that are 0 or 1"
+            f"labels {list(targets.shape)} of each; take y.argmax(1) of one-hot labels, Tokens() "
+            "for a class at each place, or MultiLabel() for labels that are 0 or 1"
         )
     if not least <= targets.count <= most:
         wanted = "two classes" if most == 2 else "two classes or more"

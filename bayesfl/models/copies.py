@@ -39,17 +39,16 @@ class _Origin(NamedTuple):
         module: The module, None once nobody else holds it.
         parameters: Its parameters, which may live longer.
         marks: A mark for each of its parameters and buffers.
-        frozen: The names of its frozen parameters.
+        parts: Its layers, with their options, the plain values that they hold, and which of their
+            own parameters are trained.
         hooks: The numbers that torch gave to its hooks, by the name of the part.
-        parts: Its layers, with their options and the plain values that they hold.
     """
 
     module: "weakref.ref[nn.Module]"
     parameters: "list[weakref.ref[nn.Parameter]]"
     marks: dict[str, Mark]
-    frozen: set[str]
-    hooks: dict[str, tuple[int, ...]]
     parts: dict[str, str]
+    hooks: dict[str, str]
 
 
 _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
@@ -99,8 +98,7 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
         """Return whether something reaches into the module, or the next forward makes it anew."""
         if isinstance(one, Tensor):
             return not one.is_leaf
-        held = _held(one) if isinstance(one, weakref.ref) else ()
-        held = _reached((one,)) if isinstance(one, _LEFT) else held
+        held = _reached((one,)) if isinstance(one, FunctionType | CellType) else ()
         return any(id(inner) in own for inner in held)
 
     def memo_of() -> _Twins:
@@ -152,16 +150,9 @@ def stand_ins(module: nn.Module) -> list[Any]:
     ]
 
 
-_LEFT = (
-    *(FunctionType, CellType),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
-)
-"""What a deep copy leaves as it is, or makes with the original's entries, beside references."""
-
-
 class _Twins(dict[int, Any]):
     """The memo of a deep copy, with twins of what is due of what `copy.deepcopy` leaves as it is or
-    loses: functions, weak references, and results.
+    loses: functions and results.
     """
 
     def __init__(self, root: Any, given: dict[int, Any], due: Callable[[Any], bool]) -> None:
@@ -177,7 +168,7 @@ class _Twins(dict[int, Any]):
     def _make(self, one: Any) -> None:
         if isinstance(one, Tensor):
             self[id(one)] = one.detach().clone()
-        elif isinstance(one, FunctionType):
+        else:
             cells = tuple(
                 self.setdefault(id(cell), CellType()) if id(cell) in self._due else cell
                 for cell in one.__closure__ or ()
@@ -191,10 +182,6 @@ class _Twins(dict[int, Any]):
             twin.__defaults__ = copy.deepcopy(one.__defaults__, self)
             twin.__kwdefaults__ = copy.deepcopy(one.__kwdefaults__, self)
             twin.__dict__.update(copy.deepcopy(vars(one), self))
-        else:
-            plain = list if isinstance(one, weakref.WeakSet) else dict
-            target = one() if isinstance(one, weakref.ref) else plain(one)
-            self[id(one)] = type(one)(copy.deepcopy(target, self))
 
 
 def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
@@ -213,8 +200,6 @@ def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _held(one: Any) -> list[Any]:
-    if isinstance(one, weakref.ref):
-        return [getattr(one(), "__self__", one())]  # of a method the object
     if isinstance(one, FunctionType):
         return [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
     return gc.get_referents(one)
@@ -271,9 +256,8 @@ def copied(module: nn.Module) -> nn.Module:
         weakref.ref(module),
         [weakref.ref(p) for p in module.parameters()],
         _marks(module),
-        _frozen(module),
-        _hooks(module),
         _parts(module),
+        _hooks(module),
     )
     return made
 
@@ -314,7 +298,7 @@ def refuse_changed(made: nn.Module) -> None:
             f"{other[:3]} of the method's own copy of the model were changed after the method was "
             "made; change the model, and make the method anew"
         )
-    shared = origin.frozen - rescaled(made)
+    shared = {name for name, p in made.named_parameters() if not p.requires_grad} - rescaled(made)
     if changed := [
         name
         for name, (version, sample) in _marks(made, shared).items()
@@ -342,26 +326,19 @@ def check_original(made: nn.Module) -> None:
     module = origin and origin.module()
     if origin is None or module is None:
         return
-    now = _marks(module)
-    what: dict[str, Any] = {
-        "frozen or unfrozen": sorted(
-            (_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()
-        ),
-        "replaced": sorted(now.keys() ^ origin.marks.keys()),
-        "replaced, or given other options or values,": _apart(_parts(module), origin.parts),
-        "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
-    }
-    for how, names in what.items():
-        if names:
-            raise ValueError(
-                f"{names[:3]} of the model {type(module).__name__} were {how} after the method was "
-                "made, which trains a copy made before; make the method anew, or make it of a "
-                "copy: copy.deepcopy(model)"
-            )
+    if names := sorted(
+        {*_apart(_parts(module), origin.parts), *_apart(_hooks(module), origin.hooks)}
+    ):
+        raise ValueError(
+            f"{names[:3]} of the model {type(module).__name__} were replaced, frozen or unfrozen, "
+            "or given other options, values or hooks after the method was made, which trains a "
+            "copy made before; make the method anew, or make it of a copy: copy.deepcopy(model)"
+        )
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
     if changed := [
         name
-        for name, mark in now.items()
-        if name not in origin.frozen and not torch.equal(mark[1], origin.marks[name][1])
+        for name, mark in _marks(module, trained).items()
+        if not torch.equal(mark[1], origin.marks[name][1])
     ]:
         warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method "
@@ -371,10 +348,16 @@ def check_original(made: nn.Module) -> None:
 
 
 def _parts(module: nn.Module) -> dict[str, str]:
-    """Return every part's kind, options and plain values, by name; without what `copied` sets."""
+    """Return every part's kind, options, plain values and own tensors, by name; without what
+    `copied` sets.
+    """
     values = held(module)
-    for of in values.values():
-        of.pop("use_nested_tensor", None)
+    for name, part in module.named_modules():
+        values[name].pop("use_nested_tensor", None)
+        values[name]["trained"] = {
+            key: p is not None and p.requires_grad for key, p in part._parameters.items()
+        }
+        values[name]["buffers"] = [*part._buffers]
     return {name: f"{told} {json.dumps(values[name])}" for name, told in layers(module).items()}
 
 
@@ -404,14 +387,10 @@ def _mark(tensor: Tensor) -> Mark:
     )
 
 
-def _frozen(module: nn.Module) -> set[str]:
-    return {name for name, p in module.named_parameters() if not p.requires_grad}
-
-
-def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def _hooks(module: nn.Module) -> dict[str, str]:
     """Return the numbers of a module's hooks by the name of its part."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {
-        name: tuple(key for kind in kinds for key in getattr(part, kind))
+        name: str([key for kind in kinds for key in getattr(part, kind)])
         for name, part in module.named_modules()
     }

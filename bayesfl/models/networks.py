@@ -28,6 +28,7 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
 
 
 @declared
+@seeded
 def mlp(
     inputs: int | Sequence[int],
     *,
@@ -59,24 +60,19 @@ def mlp(
         Linear(in_features=16, out_features=10, bias=True)
     """
     shape, widths = sizes("inputs", inputs), sizes("hidden", hidden)
-
-    def make() -> SplitModel:
-        layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
-        for before, after in zip((math.prod(shape), *widths), widths, strict=False):
-            layers += [nn.Linear(before, after), nn.ReLU()]
-        made = SplitModel(
-            nn.Sequential(*layers), nn.Linear((math.prod(shape), *widths)[-1], outputs)
-        )
-        for layer in made.modules() if start == "xavier" else ():
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight)
-                nn.init.zeros_(layer.bias)
-        return made
-
-    return seeded(make, seed, head_scale)
+    layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+    for before, after in zip((math.prod(shape), *widths), widths, strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    made = SplitModel(nn.Sequential(*layers), nn.Linear((math.prod(shape), *widths)[-1], outputs))
+    for layer in made.modules() if start == "xavier" else ():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return made
 
 
 @declared
+@seeded
 def lenet(
     inputs: Sequence[int],
     *,
@@ -114,27 +110,24 @@ def lenet(
     first, second = channels
     padding = 2 if min(height, width) < 32 else 0
     size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
-
-    def make() -> SplitModel:
-        body = nn.Sequential(
-            nn.Conv2d(depth, first, 5, padding=padding),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(first, second, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(second * size[0] * size[1], hidden[0]),
-            nn.ReLU(),
-            nn.Linear(hidden[0], hidden[1]),
-            nn.ReLU(),
-        )
-        return SplitModel(body, nn.Linear(hidden[1], outputs))
-
-    return seeded(make, seed, head_scale)
+    body = nn.Sequential(
+        nn.Conv2d(depth, first, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(first, second, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(second * size[0] * size[1], hidden[0]),
+        nn.ReLU(),
+        nn.Linear(hidden[0], hidden[1]),
+        nn.ReLU(),
+    )
+    return SplitModel(body, nn.Linear(hidden[1], outputs))
 
 
 @declared
+@seeded
 def leaky_cnn(
     inputs: Sequence[int], *, outputs: Count, head_scale: Positive | None = None, seed: int = 0
 ) -> SplitModel:
@@ -167,22 +160,19 @@ def leaky_cnn(
     depth, height, width = sizes("inputs", inputs)
     deep = depth > 1
     size = [((side - 4) // 2 - 2) // 2 // (2 if deep else 1) for side in (height, width)]
-
-    def make() -> SplitModel:
-        layers: list[nn.Module] = [nn.Conv2d(depth, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
-        if deep:
-            layers += [nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
-        features = (64 if deep else 32) * size[0] * size[1]
-        return SplitModel(
-            nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()),
-            nn.Linear(128, outputs),
-        )
-
-    return seeded(make, seed, head_scale)
+    layers: list[nn.Module] = [nn.Conv2d(depth, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
+    if deep:
+        layers += [nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
+    features = (64 if deep else 32) * size[0] * size[1]
+    return SplitModel(
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()),
+        nn.Linear(128, outputs),
+    )
 
 
 @declared
+@seeded
 def cifar100_cnn(
     inputs: Sequence[int] = (3, 32, 32),
     *,
@@ -216,19 +206,15 @@ def cifar100_cnn(
     """
     depth = sizes("inputs", inputs)[0]
     widths = (32, 64, 128, 256, 100)
-
-    def make() -> SplitModel:
-        layers: list[nn.Module] = []
-        for before, after in zip((depth, *widths), widths, strict=False):
-            layers += [
-                nn.Conv2d(before, after, 3, padding=1),
-                nn.ReLU(),
-                nn.MaxPool2d(2, padding=1),
-            ]
-        layers[-1] = nn.AdaptiveAvgPool2d(1)
-        return SplitModel(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
-
-    return seeded(make, seed, head_scale)
+    layers: list[nn.Module] = []
+    for before, after in zip((depth, *widths), widths, strict=False):
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2, padding=1),
+        ]
+    layers[-1] = nn.AdaptiveAvgPool2d(1)
+    return SplitModel(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
 
 
 class _Residual(nn.Module):
@@ -257,6 +243,7 @@ class _Residual(nn.Module):
 
 
 @declared
+@seeded
 def resnet18(
     inputs: Sequence[int],
     *,
@@ -296,27 +283,23 @@ def resnet18(
         torch.Size([1, 10])
     """
     depth = sizes("inputs", inputs)[0]
-
-    def make() -> SplitModel:
-        layers: list[nn.Module] = [
-            nn.Conv2d(depth, width, 3, padding=1, bias=False),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(),
+    layers: list[nn.Module] = [
+        nn.Conv2d(depth, width, 3, padding=1, bias=False),
+        nn.GroupNorm(groups, width),
+        nn.ReLU(),
+    ]
+    before = width
+    for stage in range(4):
+        after = width * 2**stage
+        layers += [
+            _Residual(before, after, 1 if stage == 0 else 2, groups),
+            _Residual(after, after, 1, groups),
         ]
-        before = width
-        for stage in range(4):
-            after = width * 2**stage
-            layers += [
-                _Residual(before, after, 1 if stage == 0 else 2, groups),
-                _Residual(after, after, 1, groups),
-            ]
-            before = after
-        return SplitModel(
-            nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-            nn.Linear(before, outputs),
-        )
-
-    return seeded(make, seed, head_scale)
+        before = after
+    return SplitModel(
+        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(before, outputs),
+    )
 
 
 class _Reader(nn.Module):
@@ -334,6 +317,7 @@ class _Reader(nn.Module):
 
 
 @declared
+@seeded
 def char_lstm(
     inputs: int | Sequence[int],
     *,
@@ -376,8 +360,4 @@ def char_lstm(
         torch.Size([2, 100])
     """
     (_,) = sizes("inputs", inputs)  # a text has one axis
-    return seeded(
-        lambda: SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs)),
-        seed,
-        head_scale,
-    )
+    return SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs))

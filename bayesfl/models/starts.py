@@ -1,6 +1,8 @@
 """Initial weights, drawn from a seed of their own without torch's global generator."""
 
+import functools
 from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
@@ -12,31 +14,30 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.models.copies import duplicate
 from bayesfl.models.cutting import SplitModel
 
+P = ParamSpec("P")
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
 
 
-def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) -> SplitModel:
-    """Build the model that `make` makes, on the CPU and from `seed` alone; its head is drawn from
-    N(0, head_scale^2) if that is given.
+def seeded(function: Callable[P, SplitModel]) -> Callable[P, SplitModel]:
+    """Let a function build its model on the CPU and from its option `seed` alone, with a head drawn
+    from N(0, head_scale^2) if its option `head_scale` is not None.
     """
-    word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
-    with Seeded(word), torch.device("cpu"):
-        model = make()
-    if head_scale is not None:
-        rng = generator(seed, Purpose.MODEL, index=_HEAD)
-        with torch.no_grad():
-            for p in model.head.parameters():
-                draw = rng.standard_normal(tuple(p.shape), dtype="float32")
-                p.copy_(torch.from_numpy(draw).to(p.dtype) * head_scale)
-    return model
 
+    @functools.wraps(function)
+    def made(*args: P.args, **options: P.kwargs) -> SplitModel:
+        seed: Any = options.get("seed", 0)
+        word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
+        with Seeded(word), torch.device("cpu"):
+            model = function(*args, **options)
+        if (head_scale := options.get("head_scale")) is not None:
+            rng = generator(seed, Purpose.MODEL, index=_HEAD)
+            with torch.no_grad():
+                for p in model.head.parameters():
+                    draw = rng.standard_normal(tuple(p.shape), dtype="float32")
+                    p.copy_(torch.from_numpy(draw).to(p.dtype) * head_scale)
+        return model
 
-def _listed(layers: list[str]) -> str:
-    """Name layers, of which '' is the whole module."""
-    inner = [name for name in layers if name]
-    return " and ".join(
-        ["the module itself"] * ("" in layers) + [f"its layers {inner}"] * bool(inner)
-    )
+    return made
 
 
 def anew(
@@ -60,16 +61,15 @@ def anew(
         torch.Size([23])
     """
     stuck = [
-        name
+        name or "the module itself"
         for name, layer in module.named_modules()
         if any(True for _ in layer.parameters(recurse=False))
         and not hasattr(layer, "reset_parameters")
     ]
     if stuck:
         raise ValueError(
-            f"parameters of {_listed(stuck)} have no reset_parameters(), by which the "
-            "weights of each copy or member are drawn anew: write that method in their class, as "
-            "torch's layers have it"
+            f"the layers {stuck} have no reset_parameters(), which draws the weights of each copy "
+            "or member anew: write that method in their class, as torch's layers have it"
         )
     layout = Layout(module, pattern)
 

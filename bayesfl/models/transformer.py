@@ -53,6 +53,7 @@ class _Encoder(nn.Module):
 
 
 @declared
+@seeded
 def transformer(
     inputs: int | Sequence[int],
     *,
@@ -108,10 +109,5 @@ def transformer(
     """
     (length,) = sizes("inputs", inputs)
     different = outputs if tokens is None else tokens
-    return seeded(
-        lambda: SplitModel(
-            _Encoder(length, different, d, layers, heads, dropout), nn.Linear(d, outputs)
-        ),
-        seed,
-        head_scale,
-    )
+    encoder = _Encoder(length, different, d, layers, heads, dropout)
+    return SplitModel(encoder, nn.Linear(d, outputs))

@@ -223,16 +223,10 @@ def _trained(module: nn.Module, x: Inputs, seen: Trial, trainable: Collection[st
 
 
 def _go_back(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> None:
-    """Compute gradients, and refuse what has none, or draws where a part is called again for them,
-    which is named.
+    """Compute gradients, and refuse what has none, or draws where a part is called again for
+    them.
     """
-    called: list[tuple[str, int]] = []
-    with Addressed(1) as drawing, contextlib.ExitStack() as stack:
-        for name, part in module.named_modules():
-            handle = part.register_forward_hook(
-                lambda *_, name=name: called.append((name, drawing.drawn)), always_call=True
-            )
-            stack.callback(handle.remove)
+    with Addressed(1) as drawing:
         try:
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
         except RuntimeError as error:
@@ -242,11 +236,10 @@ def _go_back(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> N
                 f"has no gradients ({said}); train a part whose backward pass raises no error",
             ) from error
     if drawing.drawn:
-        of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")
         raise _refused(
             module,
-            f"draws random numbers in its backward pass{of}, as checkpointing of a part with "
-            "dropout does, which have no address; leave checkpointing out",
+            "draws random numbers in its backward pass, as checkpointing of a part with dropout "
+            "does, which have no address; leave checkpointing out",
         )
 
 

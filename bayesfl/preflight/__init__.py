@@ -38,6 +38,3 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     methods.check_followed(algorithm)
     models.warn_if_asleep(algorithm)
     methods.warn_of_losses(algorithm)
-
-
-__all__ = ["check"]

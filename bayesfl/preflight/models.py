@@ -106,7 +106,7 @@ def warn_if_asleep(algorithm: Algorithm) -> None:
 
 def _extremes(split: ClientData) -> Tensor:
     """Return rows [R] of the shared tensors that have, between them, the smallest and the largest
-    whole number of each column.
+    whole number of each column, found piece by piece.
 
     Of inputs with many columns, which then are places in one text, the extremes of all columns
     together.
@@ -115,7 +115,6 @@ def _extremes(split: ClientData) -> Tensor:
     for _, t in named(split.x):
         if t.is_floating_point() or t.dtype == torch.bool or not t[:1].numel():
             continue
-        best, where = None, split.index[:1]
         for rows in split.index.split(max(1, BYTES_SEARCHED // (8 * t[:1].numel()))):
             values = t.index_select(0, rows.to(t.device)).flatten(1).long().to(rows.device)
             low, high = (
@@ -123,10 +122,5 @@ def _extremes(split: ClientData) -> Tensor:
                 if values.shape[1] <= FEW_COLUMNS
                 else (values.amin(1, True), values.amax(1, True))
             )
-            ends, places = torch.cat([low, -high], 1).min(0)
-            at = rows[places]
-            best, where = (
-                (ends, at) if best is None else (best.minimum(ends), at.where(ends < best, where))
-            )
-        found.append(where)
+            found.append(rows[torch.cat([low, -high], 1).argmin(0)])
     return torch.cat(found).unique()

@@ -50,7 +50,7 @@ def densities(
         >>> bf.pyro.densities(model, rows, shared=["mu"]).columns
         ('mu',)
     """
-    shared = _names(shared)
+    shared = tuple(dict.fromkeys(shared))
     check_some(rows, shared)
     sites, first = {}, None
     for name in sorted(rows):
@@ -118,16 +118,11 @@ def fit(
     """
     if not isinstance(sites, Sites):
         sites = densities(model, sites, shared=shared)
-    elif {*_names(shared)} != (made := {one.column for one in sites.terms}):
+    elif {*shared} != (made := {one.column for one in sites.terms}):
         raise ValueError(
-            f"shared={list(_names(shared))} differs from what the sites were made with, "
+            f"shared={list(shared)} differs from what the sites were made with, "
             f"{sorted(made)}; give these, or make the sites anew"
         )
     name = getattr(model, "__name__", type(model).__name__)
     options = {"draws": draws, "exact": exact, "seed": seed, "aggregation": aggregation}
     return fitted(sites, None, model=name, **options)
-
-
-def _names(shared: Sequence[str]) -> tuple[str, ...]:
-    """Return each name once."""
-    return tuple(dict.fromkeys([shared] if isinstance(shared, str) else shared))

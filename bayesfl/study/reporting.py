@@ -5,12 +5,11 @@ and every run.
 import os
 from typing import Any
 
-from bayesfl.base.display.html import Cell, facts, picture, table
+from bayesfl.base.display.html import facts, picture, table
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.federation.run.reporting import curves
-from bayesfl.study.budget import BUDGET
 
 
 def write_report(path: str | os.PathLike[str], study: Any) -> None:
@@ -34,7 +33,7 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
         *[Section("Options and notes", notes)] * bool(notes),
         *_curves(study),
         *_clients(study),
-        Section("Cost of a round", _budgets(study)),
+        Section("Cost of a round", study._budgets()._repr_html_()),
         Section("Runs", _runs(study)),
         Section("Environment", facts(study.rows[0].record.environment or environment())),
     ]
@@ -83,17 +82,6 @@ def _clients(study: Any) -> list[Section]:
         }
     told = f"<p>Test data of each client after the last round, seed {seeds[0]}.</p>"
     return [Section("Clients", told + table(columns))]
-
-
-def _budgets(study: Any) -> str:
-    told = study._budget()
-    columns: dict[str, Any] = {"method": list(told)}
-    for key in dict.fromkeys(key for row in told.values() for key in row):
-        found: list[Any] = [row.get(key) for row in told.values()]
-        if key in BUDGET:  # numbers in words, as 28,020
-            found = [one and Cell(float(one.replace(",", "")), one) for one in found]
-        columns[in_prose(key)] = found
-    return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
 
 
 def _runs(study: Any) -> str:

@@ -237,10 +237,8 @@ class Study:
 
     def _places(self) -> list[str | Record]:
         """Return the address of every cell; the record of its error where data, model or method
-        cannot be made. Data and model are made once for each seed; where they can be made for none,
-        the first error is raised.
+        cannot be made. Data and model are made once for each seed.
         """
-        errors = []
         found: dict[int, str | Record] = {}
         numbers = range(len(self.cells))
         for seed in dict.fromkeys(cell.seed for cell in self.cells):
@@ -248,10 +246,7 @@ class Study:
             try:
                 clients, model = self.cells[mine[0]].federation()
             except Exception as error:  # of this seed
-                errors.append(error)
                 found |= dict.fromkeys(mine, failed(error))
-                if len(found) == len(self.cells) and len(errors) * len(mine) == len(found):
-                    raise errors[0] from None
                 continue
             if not found and self._chooses and "validation" not in clients.splits:
                 warn(

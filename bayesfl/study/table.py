@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from bayesfl.base.described import digest_of
+from bayesfl.base.display.html import Cell
 from bayesfl.base.display.sheet import Sheet, Shown
 from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
@@ -491,35 +492,22 @@ class Table:
         return "\n\n".join(told for told in map(form, sheets) if told)
 
     def _budgets(self) -> Sheet:
-        """Return the table of what a client does and sends in a round, and of the settings in which
-        methods differ.
-        """
-        told = self._budget()
-        shown = dict.fromkeys(key for row in told.values() for key in row)
-        return Sheet(
-            {
-                "per training client and round": list(told),
-                **{
-                    report.in_prose(key): [row.get(key, "-") for row in told.values()]
-                    for key in shown
-                },
-            }
-        )
-
-    def _budget(self) -> dict[str, dict[str, str]]:
-        """Return in words what a client of each method does and sends in a round, and the settings
-        in which methods differ, {method: {what: words}}.
+        """Return the table of what a client computes and sends in a round in which it trains, and
+        of the settings in which methods differ.
         """
         done: dict[str, list[Record]] = {}
         for row in self.rows:
             if row.record.error is None:
                 done.setdefault(row.method, []).append(row.record)
-        told: dict[str, dict[str, str]] = {}
+        told: dict[str, dict[str, Any]] = {}
         for method, records in done.items():
-            told[method] = {
-                key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
-                for key, digits in BUDGET.items()
+            means = {
+                key: float(np.mean([r.budget[key] for r in records]))
+                for key in BUDGET
                 if key in records[0].budget and not np.isnan(records[0].budget[key])
+            }
+            told[method] = {
+                key: Cell(mean, f"{mean:,.{BUDGET[key]}f}") for key, mean in means.items()
             }
             told[method] |= {
                 key: ", ".join(dict.fromkeys(r.settings[key] for r in records))
@@ -532,7 +520,10 @@ class Table:
             for key in dict.fromkeys(key for row in told.values() for key in row)
             if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
         ]
-        return {name: {key: row[key] for key in shown if key in row} for name, row in told.items()}
+        columns = {
+            report.in_prose(key): [row.get(key, "-") for row in told.values()] for key in shown
+        }
+        return Sheet({"per training client and round": list(told), **columns})
 
     def _choices(self) -> Sheet:
         """Say which options were chosen, and where one lies on the edge of its grid."""

@@ -71,17 +71,17 @@ def test_nan_and_empty_tensors_have_not_changed():
     [
         (
             lambda model: model[1].requires_grad_(False),
-            r"\['1\.bias', '1\.weight'\].*Sequential.*frozen or unfrozen.*deepcopy",
+            r"\['1'\].*Sequential.*frozen or unfrozen.*deepcopy",
         ),
         (
             lambda model: model.requires_grad_(True),
-            r"\['0\.bias', '0\.weight'\].*frozen or unfrozen",
+            r"\['0'\].*frozen or unfrozen",
         ),
         (
             lambda model: model[1].register_forward_hook(lambda *given: None),
-            r"\['1'\].*other hooks",
+            r"\['1'\].*values or hooks",
         ),
-        (lambda model: model.append(nn.Linear(2, 2)), r"\['2\.bias', '2\.weight'\].*replaced"),
+        (lambda model: model.append(nn.Linear(2, 2)), r"\['2'\].*replaced"),
     ],
 )
 def test_an_original_that_was_altered_is_refused(
@@ -151,9 +151,12 @@ def test_curvature_of_prelu():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: setattr(model[1], "negative_slope", 0.9), r"\['1'\] .*given other options"),
+        (
+            lambda model: setattr(model[1], "negative_slope", 0.9),
+            r"\['1'\] .*given other options",
+        ),
         (lambda model: setattr(model[2], "p", 0.5), r"\['2'\] .*given other options"),
-        (lambda model: setattr(model, "scale", 2.0), r"the model itself.*given other options"),
+        (lambda model: setattr(model, "scale", 2.0), r"the model itself.*or given other options"),
         (lambda model: model.__setitem__(1, nn.Tanh()), r"\['1'\] .*replaced"),
     ],
 )

@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "checkpoints a layer": (
         lambda: Branch(Checkpointed()),
-        r"draws random numbers in its backward pass of 'more\.part\.1', as",
+        r"draws random numbers in its backward pass, as",
     ),
     "Python's draws": (
         lambda: Branch(lambda m, x: x * random.random()),

@@ -68,7 +68,7 @@ def test_weights_can_be_drawn_anew():
     ("inside", "words"),
     [
         (True, r"layers \['1'\] have no reset_parameters\(\).*member.*class"),
-        (False, r"^parameters of the module itself have no reset_parameters\(\)"),
+        (False, r"^the layers \['the module itself'\] have no reset_parameters\(\)"),
     ],
 )
 def test_what_cannot_draw_anew_is_named(inside, words):

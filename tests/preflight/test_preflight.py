@@ -339,7 +339,7 @@ def test_a_model_that_was_frozen_after_the_method_was_made_is_refused(clients: F
     with pytest.warns(UserWarning, match=r"\['body.0.weight'.*make the method anew"):
         bf.simulate(method, clients, **ONCE)
     model.get_submodule("body").requires_grad_(False)
-    with pytest.raises(ValueError, match=r"\['body.0.bias', 'body.0.weight'\].*frozen or unfrozen"):
+    with pytest.raises(ValueError, match=r"\['body.0'\].*frozen or unfrozen"):
         bf.simulate(method, clients, **ONCE)
 
 

@@ -227,7 +227,7 @@ def test_rows_to_predict_are_taken_as_those_of_the_fit():
     x = torch.tensor([[0.5, 1.0], [1.0, -1.0], [0.0, 2.0]])
     d = torch.tensor([1.0, 0.0, 1.0])
     rows = {"a": (x, d), "b": (x.numpy(), d.numpy())}
-    fit = bf.pyro.fit(sloped, rows, shared="slope")
+    fit = bf.pyro.fit(sloped, rows, shared=["slope"])
     assert fit.predict("a", x[:2])["y"].shape == (500, 2)
     assert fit.predict("b", x.numpy(), draws=5000)["y"].shape == (5000, 3)
 

@@ -117,15 +117,9 @@ def from_arrays(
     check_columns("x", x, test and test[0], pooled=pooled)
     check_columns("y", y, test and test[1], pooled=pooled)
     check_rows(x, y, client_ids, environments, test, pooled=pooled)
-    train, held, order = _parts(x, y, client_ids, test, names)
+    train, held, order = _parts(x, y, client_ids, test)
     named = named_clients(names, order, pooled=pooled)
     targets = [*train.ys, *(held.ys if held else ())]
-    several = targets[0].is_floating_point() and math.prod(targets[0].shape[1:]) > 1
-    if several and isinstance(train.x, Tensor) and train.x.dim() == 1:
-        raise ValueError(
-            "x is one number a row, and y several floats: if x and y are exchanged, pass x first; "
-            "if not, give x an axis of features, as x[:, None]"
-        )
     task = _task_of(targets) if task is None else task
     if task == "classification" and (bad := sum(int((y != y.long()).sum()) for y in targets)):
         raise ValueError(
@@ -177,7 +171,7 @@ def from_arrays(
 
 
 def _parts(
-    x: Any, y: Any, client_ids: Any, test: Any, names: Any
+    x: Any, y: Any, client_ids: Any, test: Any
 ) -> tuple[Part, Part | None, Sequence[Hashable]]:
     """Return the training data, the test data if they are given, and the clients in their order,
     by id or by number.
@@ -189,12 +183,11 @@ def _parts(
             test_x, test_y, test_ids = test
             held, _ = by_client(test_x, test_y, test_ids, order)
     else:
-        called = names if isinstance(names, list | tuple) else None
-        train = per_client(x, y, called)
+        train = per_client(x, y)
         order = list(range(len(train.ys)))
         if test is not None:
             test_x, test_y = test
-            held = per_client(test_x, test_y, called, train)
+            held = per_client(test_x, test_y, train)
     return train, held and held.like(train), order
 
 
@@ -228,17 +221,11 @@ def _classes(targets: Sequence[Tensor]) -> int:
     """Return the number of classes, one more than the largest label of all clients.
 
     Raises:
-        ValueError: Labels are one-hot, or class 0 does not occur.
+        ValueError: Class 0 does not occur.
         RuntimeError: No label is known.
     """
     labels = torch.cat([y.long() for y in targets])
     if labels.dim() == 2:
-        if bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all()):
-            raise ValueError(
-                f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become "
-                "classes by y.argmax(1); pass outputs=2 if they are labels of which one applies to "
-                "each example"
-            )
         labels = labels[labels != IGNORE]
     if int(labels.min()) > 0:
         raise ValueError(

@@ -3,7 +3,7 @@ arrays that all share.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,15 +60,12 @@ class Part(NamedTuple):
         return self._replace(x=_alike("x", "the test part", self.x, "the training part", train.x))
 
 
-def per_client(
-    x: Sequence[Any], y: Any, names: Sequence[str] | None = None, train: Part | None = None
-) -> Part:
+def per_client(x: Sequence[Any], y: Any, train: Part | None = None) -> Part:
     """Join lists of one thing per client; an error names the first client that does not fit.
 
     Args:
         x: Inputs of each client.
         y: Labels or targets of each client.
-        names: The clients' names for error messages; None for their numbers.
         train: The training data, where these are test data.
 
     Raises:
@@ -77,23 +74,20 @@ def per_client(
         TypeError: Something is no array.
     """
     part = "" if train is None else "test "
-    known = dict(enumerate(names or ()))
-
-    def whose(j: int) -> str:
-        return f"client {known[j]!r}" if j in known else f"client {j}"
-
-    xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
-    ys = [to_tensor(value, f"{part}y of {whose(j)}") for j, value in enumerate(y)]
+    xs = [to_inputs(value, f"{part}x", f" of client {j}") for j, value in enumerate(x)]
+    ys = [to_tensor(value, f"{part}y of client {j}") for j, value in enumerate(y)]
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         name, leaf = next(named(xj, f"{part}x"))
         if leaf.dim() < 1 or yj.dim() < 1 or len(leaf) != len(yj):
             raise ValueError(
-                f"{whose(j)} has {name} of shape {list(leaf.shape)} and {part}y of shape "
+                f"client {j} has {name} of shape {list(leaf.shape)} and {part}y of shape "
                 f"{list(yj.shape)}; they must have as many rows. Are these pooled arrays? Then "
                 "pass client_ids, one per row"
             )
     some = next((j for j, yj in enumerate(ys) if len(yj)), 0)
-    xs = [_alike(f"{part}x", whose(j), xj, whose(some), xs[some]) for j, xj in enumerate(xs)]
+    xs = [
+        _alike(f"{part}x", f"client {j}", xj, f"client {some}", xs[some]) for j, xj in enumerate(xs)
+    ]
     rows = _one_after_another(ys)
     return Part(join(xs), ys, rows, rows)
 
@@ -143,7 +137,9 @@ def by_client(
             "id of their client"
         )
     places = places_of(owners)
-    found = _sorted(places) if order is None else list(order)
+    # Ids of several types cannot be compared: sorted by type first.
+    ranked = sorted(places, key=lambda owner: (type(owner).__name__, owner))
+    found = ranked if order is None else list(order)
     known = set(found)
     if strangers := [owner for owner in places if owner not in known]:
         raise ValueError(
@@ -202,14 +198,6 @@ def _missing(owner: Any) -> bool:
         or (isinstance(owner, float) and math.isnan(owner))
         or (isinstance(owner, str) and owner.strip() in MISSING)
     )
-
-
-def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
-    """Return clients' ids in their order."""
-    try:
-        return sorted(owners)  # pyright: ignore[reportArgumentType] (what cannot be sorted is caught)
-    except TypeError:
-        return sorted(owners, key=lambda owner: (type(owner).__name__, str(owner)))
 
 
 def environments_of(values: Any, train: Part, *, pooled: bool) -> list[Tensor]:

@@ -2,7 +2,6 @@
 columns, partitions of Flower's.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +63,6 @@ def from_datasets(
     """
     # Options that are none are refused now, not after all items were read.
     refuse_unknown(from_arrays, options)
-    inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)
     given = [(f"datasets[{j}]", one) for j, one in enumerate(datasets)]
     held = [(f"test[{j}]", one) for j, one in enumerate(test)] if test is not None else []
     if test is not None and len(held) != len(given):

@@ -153,14 +153,23 @@ def label_groups(
     """
     opened, *y = options.by_class()
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
-    rows = partitions.deal_exactly(
-        np.concatenate(y), held, opened.outputs, (train, test), options.rng
+    counts = np.zeros((opened.outputs, clients, 2), dtype=np.int64)
+    counts[held, np.arange(clients)[:, None]] = train, test
+    most, have = counts.sum((1, 2)), np.bincount(np.concatenate(y), minlength=opened.outputs)
+    if (most > have).any():
+        k = int((most - have).argmax())
+        raise ValueError(
+            f"class {k} has {have[k]} rows, and its clients need {most[k]}; take fewer clients or "
+            "fewer rows"
+        )
+    rows = partitions.deal_counts(
+        np.concatenate(y), counts.reshape(opened.outputs, -1), options.rng
     )
     options.recipe["pooled"] = True
     return options.federate(
         opened,
-        rows[0],
-        rows[1],
+        rows[::2],
+        rows[1::2],
         pooled=True,
         x=_centred(opened, opened.x._version) if centred else None,
     )

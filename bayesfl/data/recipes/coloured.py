@@ -86,7 +86,7 @@ def coloured(
 
     Example:
         >>> bf.data.coloured("digits", agreement=(0.9, 0.8))
-        FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
+        FederatedData(digits, 2 clients; train 1438, test 359)
     """
     opened = options.by_class()[0]
     nested = [[_share("agreement", one) for one in np.ravel(own).tolist()] for own in agreement]

@@ -44,7 +44,9 @@ def iid(
         FederatedData(digits, 4 clients; train 1294, test 359, validation 144)
     """
     opened = options.open()
-    options.recipe.update(_scale(opened))
+    if opened.scale is not None:
+        mean, deviation = (round(number, 9) for number in opened.scale)
+        options.recipe.update(target_mean=mean, target_scale=deviation)
     return options.federate(opened, *deal_evenly(opened, clients, options.rng))
 
 
@@ -71,15 +73,4 @@ def diabetes(
     """
     return iid(
         "diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration
-    )
-
-
-def _scale(source: Source) -> dict[str, float]:
-    """Return the recipe's entries that convert a regression's targets back to their units; none for
-    other data.
-    """
-    return (
-        {}
-        if source.scale is None
-        else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}
     )

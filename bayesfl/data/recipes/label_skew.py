@@ -103,7 +103,6 @@ def dirichlet(
     clients: shared.Clients = 20,
     alpha: Positive = 0.5,
     min_size: Count = 10,
-    label_clusters: Count | None = None,
     **_: Unpack[shared.Cut],
 ) -> FederatedData:
     """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which
@@ -115,25 +114,16 @@ def dirichlet(
     rows is its share of that class's training rows, rounded; a client that would get none receives
     one that another client has too.
 
-    With `label_clusters`, classes are first put into this number of groups at random, of equal
-    size to within one, and a group's rows are divided as those of one class: FedEM's CIFAR-10 is 80
-    clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and divides
-    pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is
-    kept. `recipe["label_clusters"]` has the groups.
-
     Args:
         alpha: Concentration, > 0: the smaller, the more skewed.
         min_size: Smallest number of training rows of a client, before validation and calibration.
-        label_clusters: Number of groups of classes that are divided together; None divides each
-            class by itself.
 
     Raises:
         ValueError: There are fewer rows than clients need.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
-        section 4. Groups: Marfoq et al., "Federated multi-task learning under a mixture of
-        distributions", NeurIPS 2021, experiments.
+        section 4.
 
     Example:
         >>> bf.data.dirichlet("digits", clients=4, alpha=0.1).counts["train"].tolist()
@@ -141,23 +131,8 @@ def dirichlet(
     """
     opened, y_train, y_test = options.by_class()
     shared.check_clients(clients, len(y_train) // min_size, f"sets of {min_size} training examples")
-    rng, kinds = options.rng, opened.outputs
-    if label_clusters is None:
-        del options.recipe["label_clusters"]
-    else:
-        kinds, clusters = (
-            label_clusters,
-            [
-                np.sort(group)
-                for group in np.array_split(rng.permutation(opened.outputs), label_clusters)
-            ],
-        )
-        cluster_of = np.empty(opened.outputs, dtype=np.int64)
-        for k, group in enumerate(clusters):
-            cluster_of[group] = k
-        options.recipe["label_clusters"] = [group.tolist() for group in clusters]
-        y_train, y_test = cluster_of[y_train], cluster_of[y_test]
-    sizes = np.bincount(y_train, minlength=kinds)
+    rng = options.rng
+    sizes = np.bincount(y_train, minlength=opened.outputs)
     counts, options.recipe["moved"] = partitions.dirichlet_counts(
         sizes, clients, alpha, min_size, rng
     )

@@ -12,11 +12,6 @@ from bayesfl.data.names import generated
 from bayesfl.data.recipes import shared
 from bayesfl.data.sources import SourceInfo
 
-MARFOQ = (
-    "Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under a mixture of "
-    "distributions', NeurIPS 2021, github.com/omarfoq/FedEM"
-)
-
 
 @declared
 def linear_mixture(
@@ -95,7 +90,8 @@ def linear_mixture(
         source=SourceInfo(
             name="linear mixture",
             licence="made up",
-            citation=MARFOQ,
+            citation="Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under "
+            "a mixture of distributions', NeurIPS 2021, github.com/omarfoq/FedEM",
             url="https://github.com/omarfoq/FedEM",
         ),
         recipe={

@@ -121,7 +121,9 @@ class Columns:
                 levels that these had not, or no value in any row.
         """
         x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
-        warn_of_rows(strange)
+        if strange:
+            told = "; ".join(f"column {name!r}: {one}" for name, one in strange.items())
+            warn(f"rows are unlike the training rows: {told}")
         return x
 
     def applied(self, table: Table) -> tuple[np.ndarray, dict[str, str]]:
@@ -294,13 +296,6 @@ class Columns:
         if told:
             warn(f"look at these columns: {'; '.join(told)}. Correct them unless this is intended")
         return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
-
-
-def warn_of_rows(strange: Mapping[str, str]) -> None:
-    """Warn of rows that are unlike the training rows, see `Columns.applied`."""
-    if strange:
-        told = "; ".join(f"column {name!r}: {one}" for name, one in strange.items())
-        warn(f"rows are unlike the training rows: {told}")
 
 
 def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:

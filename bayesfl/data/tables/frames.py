@@ -3,27 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-
-def numbers_of(frame: Any, name: str) -> np.ndarray:
-    """Return a data frame's values as floats, [n, columns].
-
-    Raises:
-        ValueError: A column holds something else than numbers and truth values; it is named.
-    """
-    # A nullable type of pandas says its NumPy type itself.
-    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}
-    wrong = [
-        str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"
-    ]
-    if wrong:
-        raise ValueError(
-            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as "
-            "pandas.get_dummies does of categories"
-        )
-    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
-
 
 def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
     """Check that all frames have the columns of the first one, in its order; arrays, and frames

@@ -27,8 +27,6 @@ OTHER = (
     ),
 )
 """Patterns of texts that stand for something else, and what to do about a column of them."""
-MEASURED = re.compile(r"([$€£¥<>≤≥~]?) ?[-+]?\d[\d.,'’]* ?(\D*)")
-"""A number with a sign before it, or a unit or the like behind: 12 %, 5 kg, $3, <5."""
 MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
 
@@ -66,8 +64,7 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
         otherwise: What to do if they are meant as text, for the error message.
 
     Raises:
-        ValueError: At least half of them are numbers, or most are numbers with commas or one unit,
-            or dates.
+        ValueError: At least half of them are numbers, or most are numbers with commas, or dates.
     """
     if told := _other_than_text(texts):
         raise ValueError(f"column {name!r} holds {told}, or {otherwise}")
@@ -87,15 +84,6 @@ def _other_than_text(texts: Sequence[str]) -> str:
         found = [one for text in texts if (one := re.fullmatch(pattern, text))]
         if found and 2 * (len(found) + len(numbers)) > len(texts):
             return told.format(found[0].string, *found[0].groups())
-    measured = [one for one in map(MEASURED.fullmatch, texts) if one and any(one.groups())]
-    units = {"".join(one.groups()) for one in measured}
-    # Stages as 1a, 1b and 2a are no numbers, of which all have one unit.
-    if len(measured) > 1 and len(units) == 1 and 2 * (len(measured) + len(numbers)) > len(texts):
-        unit = units.pop()
-        return (
-            f"numbers with {unit!r}, as {measured[0].string!r}: make numbers of it, as "
-            f".str.replace({unit!r}, '').astype(float) does"
-        )
     return ""
 
 

@@ -106,16 +106,16 @@ def test_a_client_without_test_rows_need_not_know_the_types():
     [
         (
             lambda x: x | {"b": x["b"] * 1.0},
-            r"^x\['b'\] .*one type: client 'Bern' has torch\.float32, client 'Aarau' torch\.int64",
+            r"^x\['b'\] .*one type: client 1 has torch\.float32, client 0 torch\.int64",
         ),
-        (lambda x: x | {"b": x["b"] > 0}, r"^x\['b'\] .*client 'Bern' has torch\.bool"),
+        (lambda x: x | {"b": x["b"] > 0}, r"^x\['b'\] .*client 1 has torch\.bool"),
         (
             lambda x: x | {"b": x["b"][1:]},
-            r"^x\['a'\] of client 'Bern' has 4 rows and x\['b'\] of client 'Bern' has 3",
+            r"^x\['a'\] of client 1 has 4 rows and x\['b'\] of client 1 has 3",
         ),
         (
             lambda x: {key: part[1:] for key, part in x.items()},
-            r"^client 'Bern' has x\['a'\] of shape \[3\] and y of shape \[4\]",
+            r"^client 1 has x\['a'\] of shape \[3\] and y of shape \[4\]",
         ),
     ],
 )

@@ -83,43 +83,6 @@ def test_shards_deal_test_rows_like_training_rows(digits):
     )
 
 
-def test_label_clusters_are_dealt_as_one_class(digits):
-    """FedEM's CIFAR-10 recipe, on digits: a client has one share of all classes of a group; groups
-    are of one size.
-    """
-    data = dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=1)
-    groups = data.recipe["label_clusters"]
-    assert sorted(map(len, groups)) == [3, 3, 4]
-    assert sorted(k for group in groups for k in group) == list(range(10))
-    assert (
-        dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=2).recipe["label_clusters"] != groups
-    )
-    assert torch.equal(data.train.index.sort()[0], torch.arange(digits.train))
-    train, test = fine_labels(data, digits, "train"), fine_labels(data, digits, "test")
-    for group in groups:
-        ours = np.array([[(mine == k).sum() for k in group] for mine in train])
-        total = ours.sum(1) / ours.sum()
-        # Given its share of a group a client's rows are drawn at random: within five standard
-        # deviations of the class's.
-        for own in ours.T:
-            spread = np.sqrt(own.sum() * total * (1 - total)).max()
-            assert np.abs(own - own.sum() * total).max() <= 5 * spread + 1
-        theirs = np.array([np.isin(mine, group).sum() for mine in test])
-        assert np.abs(theirs - total * theirs.sum()).max() <= 1.5
-    assert "label_clusters" not in dirichlet(clients=8).recipe
-    # As many groups as classes deal each class by itself; one group leaves labels in the same
-    # shares everywhere.
-    one = dirichlet(clients=4, alpha=0.4, label_clusters=1)
-    shares = np.array(
-        [
-            np.bincount(mine, minlength=10) / len(mine)
-            for mine in fine_labels(one, digits, "train")
-            if len(mine) > 200
-        ]
-    )
-    assert np.abs(shares - 0.1).max() < 0.08
-
-
 def test_pachinko_of_cifar_100(hundred):
     """Sizes of the paper: 100 clients of 500, all training rows once; few superclasses carry a
     client, and most classes of these.

@@ -3,10 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.data.tables.frames import check_columns, numbers_of
+from bayesfl.data.conversion import to_inputs
+from bayesfl.data.tables.frames import check_columns
 
 
 def test_numbers_of_several_types():
@@ -14,7 +16,8 @@ def test_numbers_of_several_types():
     frame = pd.DataFrame(
         {"age": [1.5, 2.0], "ill": [True, False], "n": pd.array([1, None], dtype="Int64")}
     )
-    np.testing.assert_array_equal(numbers_of(frame, "x"), [[1.5, 1.0, 1.0], [2.0, 0.0, np.nan]])
+    found: torch.Tensor = to_inputs(frame)  # pyright: ignore[reportAssignmentType] (one tensor)
+    assert_close(found, torch.tensor([[1.5, 1.0, 1.0], [2.0, 0.0, torch.nan]]), equal_nan=True)
 
 
 def test_only_names_are_compared():
