@@ -33,7 +33,7 @@ from bayesfl.base.surveys import (
 )
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.policy import Put, Refusal, drawn
+from bayesfl.stats.policy import Put, Refusal
 from bayesfl.stats.tables import DEFAULT, Site, Tables, Weighing
 
 COARSE = 2.0**-12
@@ -104,20 +104,29 @@ class SiteSurvey(ABC):
 
 
 @dataclass(frozen=True)
-class AfterFit(SiteSurvey):
-    """A question about a fit.
+class FromState(SiteSurvey):
+    """A question whose first state is given.
+
+    Args:
+        at: The state.
+    """
+
+    at: Tensors = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the state, laid out in memory as it arrives over a network, to the same bits."""
+        return {name: t.contiguous() for name, t in self.at.items()}
+
+
+@dataclass(frozen=True)
+class AfterFit(FromState):
+    """A question about a fit, whose first state is the fit's last.
 
     Args:
         likelihood: The question that was fitted.
-        at: Its last state, which sites receive as this question's first.
     """
 
     likelihood: Any
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
-        return {name: t.contiguous() for name, t in self.at.items()}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return those of the fitted question; see `SiteSurvey`."""
@@ -200,11 +209,6 @@ class Released:
         return "each site's answers were seen"
 
     @property
-    def log_likelihoods(self) -> int:
-        """Return how many log likelihoods at shared draws each site told."""
-        return sum(drawn(asked.answer) for asked in self.questions)
-
-    @property
     def beyond(self) -> Counter[str]:
         """Return how many answers break which rule of the default policy."""
         return Counter(
@@ -233,15 +237,9 @@ class Released:
             _open.pop()
 
     def __str__(self) -> str:
-        by_size: dict[int, list[str]] = {}
-        for site, size in self.bytes.items():
-            by_size.setdefault(size, []).append(site)
-        sent = [f"{', '.join(names)} sent {size:,} bytes" for size, names in by_size.items()]
-        if len(by_size) == 1:
-            sent = [f"each site sent {size:,} bytes" for size in by_size]
-        if self.log_likelihoods:
-            sent.append(f"{self.log_likelihoods} log likelihoods at shared draws among them")
-        lines = [f"What left the sites: {'; '.join(sent)}; {self.seen}."]
+        least, most = min(self.bytes.values(), default=0), max(self.bytes.values(), default=0)
+        sent = f"{most:,} bytes" if least == most else f"{least:,} to {most:,} bytes"
+        lines = [f"What left the sites: each site sent {sent}; {self.seen}."]
         lines += [f"  {rounds}, {question}: {told}" for rounds, question, told in self._rounds()]
         lines.append(f"  {self.judged}")
         return "\n".join(lines)
@@ -283,7 +281,6 @@ class Released:
             {
                 "seen": self.seen,
                 "bytes": self.bytes,
-                "log_likelihoods": self.log_likelihoods,
                 "judged": self.judged,
                 "questions": rows,
             }
@@ -316,46 +313,46 @@ class Sites(Protocol):
     """Declare what a fit needs of sites, here or on other machines, as `Tables` has it."""
 
     @property
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Return the names of the sites."""
-        ...
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns of the design."""
-        ...
 
     @property
+    @abstractmethod
     def terms(self) -> tuple[Any, ...]:
         """Return the terms of the design."""
-        ...
 
     @property
+    @abstractmethod
     def offset(self) -> str | None:
         """Return the column of what is added to linear predictors; None where there is none."""
-        ...
 
     @property
+    @abstractmethod
     def over(self) -> str | None:
         """Return the network over which they are asked; None on this machine."""
-        ...
 
     @property
+    @abstractmethod
     def weighing(self) -> Weighing:
         """Return what the weights of rows are."""
-        ...
 
+    @abstractmethod
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p]."""
-        ...
 
+    @abstractmethod
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
         """Return how a question is put to all sites."""
-        ...
 
+    @abstractmethod
     def only(self, names: Any) -> "Sites":
         """Return some of the sites."""
-        ...
 
 
 class Questions:
@@ -403,10 +400,9 @@ class Questions:
         self.left_out |= why
         self.sites = self.sites.only([name for name in self.sites.names if name not in why])
 
-    def again(self, names: Sequence[str] | None = None) -> "Questions":
-        """Return questions to the same sites, or to some of these, with a sheet of their own."""
-        sites = self.sites if names is None else self.sites.only(names)
-        made = Questions(sites, self._aggregation)
+    def again(self) -> "Questions":
+        """Return questions to the same sites, with a sheet of their own."""
+        made = Questions(self.sites, self._aggregation)
         made.through = self.through
         return made
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas
@@ -14,7 +14,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Answered, Questions, Sites, SiteSurvey, refined, slot
+from bayesfl.stats.asking import Answered, FromState, Questions, Sites, SiteSurvey, refined, slot
 from bayesfl.stats.survival.groups import group
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
@@ -142,7 +142,7 @@ class Totals(Grouped):
 
 
 @dataclass(frozen=True)
-class Quantiles(Grouped):
+class Quantiles(FromState, Grouped):
     """Ask how many rows of a group, and of all, lie at or below the middles of ranges, and halve
     these.
 
@@ -151,12 +151,6 @@ class Quantiles(Grouped):
             [G + 1, p + 1, shares], of all rows last; the groups' numbers of rows, `weight`
             [G + 1]; and 0 for `n_asked`.
     """
-
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the ranges at first."""
-        return self.at
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""

@@ -210,7 +210,7 @@ def diagnose(
         counts: Whether it is asked if counts vary more than the family's.
     """
     names = asked.sites.names
-    looks = asked.conduct(Looks(survey, state, len(names)))
+    looks = asked.conduct(Looks(survey, len(names), at=state))
     least, alone = float(looks["saturated"]), float(asked.conduct(null)["loss"])
     unit = survey.outcome_scale**2
     parameters = len(state["theta"]) + survey.per_site * len(names)
@@ -280,12 +280,10 @@ def _said(
 
 
 def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:
-    pairs = looks["known"]
-    share = pairs / pairs.sum()
-    auc = torch.cat([looks["auc"], (share @ looks["auc"])[None]])
-    se = torch.cat([looks["variance"], (share.square() @ looks["variance"])[None]]).sqrt()
-    unknown = torch.cat([pairs == 0, torch.tensor([False])])
-    auc, se = (torch.where(unknown, math.nan, t) for t in (auc, se))
+    share = looks["known"] / looks["known"].sum()
+    auc, variance = (looks[name].where(share > 0, math.nan) for name in ("auc", "variance"))
+    auc = torch.cat([auc, (share @ looks["auc"])[None]])
+    se = torch.cat([variance, (share.square() @ looks["variance"])[None]]).sqrt()
     reach = float(stats.norm.ppf((1 + level) / 2)) * se
     columns = {
         "auc": auc,

@@ -1,6 +1,5 @@
 """Fits over sites: estimates with their errors, and what they rest on."""
 
-import math
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -281,16 +280,6 @@ class Compared(Refits, ABC):
         with_likelihood(self, "AIC")
         return 2 * self.parameters - 2 * self.log_likelihood
 
-    @property
-    def bic(self) -> float:
-        """Return Schwarz's criterion, k log n - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "BIC")
-        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
-
     def compare(self, other: "Compared") -> str:
         """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
 
@@ -336,7 +325,7 @@ class Compared(Refits, ABC):
         ]
         return "\n".join(filter(None, lines))
 
-    def _asked(self, question: str, *given: Any, **options: Any) -> Any:
+    def _asked(self, question: str, *given: Any) -> Any:
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
             raise ValueError(
@@ -344,7 +333,7 @@ class Compared(Refits, ABC):
                 + ", ".join(name for name in self.further if name.isidentifier())
             )
         with self.released.also():
-            return self.further[question](*given, **options)
+            return self.further[question](*given)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -414,7 +403,6 @@ class Fit(Compared):
             "errors by": self.errors,
             "log likelihood": self.log_likelihood,
             "AIC": self.aic,
-            "BIC": self.bic,
             **({"note": "; ".join(self.said)} if self.said else {}),
             **({} if self.evidence is None else {"log evidence": self.evidence}),
         }
@@ -443,13 +431,9 @@ class Fit(Compared):
         """
         return self._asked("diagnostics", level)
 
-    def check(self, *, scale: Literal["log", "identity", "rank"] = "log") -> Any:
-        """Test whether hazards are proportional, by Schoenfeld's residuals against time, in a
-        question to the sites.
-
-        Args:
-            scale: Whether against the logarithm of time, time itself (`identity`), or the rank of
-                events, which is that within the site where each has its own baseline.
+    def check(self) -> Any:
+        """Test whether hazards are proportional, by Schoenfeld's residuals against the logarithm of
+        time, in a question to the sites.
 
         Returns:
             A `Tested`: the statistic of all coefficients together, and a table of each.
@@ -460,7 +444,7 @@ class Fit(Compared):
         Source: Grambsch and Therneau, "Proportional hazards tests and diagnostics based on weighted
             residuals", Biometrika 81, 1994, the form with a constant covariance.
         """
-        return self._asked("check", scale=scale)
+        return self._asked("check")
 
     def concordance(self) -> Any:
         """Return Harrell's concordance of each site, of all pairs of rows within sites, and, where

@@ -23,7 +23,6 @@ from torch import Tensor
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, Semidefinite
-from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
@@ -457,9 +456,6 @@ def glm(
             linearly dependent, the outcome is separated by some, or counts vary no more than
             Poisson's; by `site`, there are two sites, or one alone says something of a coefficient.
 
-    Warns:
-        UserWarning: Counts hardly vary more than Poisson's.
-
     Example:
         >>> import pandas as pd
         >>> import bayesfl as bf
@@ -562,24 +558,16 @@ def regression(
             "counts vary no more than Poisson's, so that alpha is 0: take family='poisson'"
         )
     bread = covariance = inverse(state, names)
-    if family == "negative_binomial" and bread[-1, -1] > 1:  # alpha is below its standard error
-        warn(
-            f"counts hardly vary more than Poisson's: alpha is {float(theta[-1].exp()):.2g} "
-            f"and its error {float(theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
-            "family='poisson'"
-        )
     penalty = (survey.strength() * theta**2).sum() / 2 + state.get("penalty", 0.0)
     loss = plain = least - float(penalty)
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - free
-        if degrees <= 0:
+        if degrees <= 0 or least <= 0:
             raise ValueError(
-                f"{n:g} rows, each as often as it counts, are too few for the errors of "
-                f"{free} coefficients: leave terms out"
+                f"{free} coefficients of {n:g} rows leave no residuals of {outcome!r}, so there "
+                "are no standard errors: leave terms out"
             )
-        if least <= 0:
-            raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
         variance = 2 * least / degrees
         covariance = covariance * variance
         loss = n / 2 * (math.log(2 * math.pi * 2 * least / n) + 1) + n * math.log(unit)
@@ -587,7 +575,7 @@ def regression(
     change = torch.nn.functional.pad(1 / scale, (first, len(rule.own)), value=1.0).diag()
     change[:first, first : first + len(scale)] = -centre / scale
     if errors == "sandwich":
-        meat = asked.conduct(Meat(survey, state))["meat"]
+        meat = asked.conduct(Meat(survey, at=state))["meat"]
         covariance, degrees = bread @ meat @ bread, None
     if errors == "site":
         covariance, degrees = _by_site(asked, survey, state, bread, change, names)
@@ -597,7 +585,7 @@ def regression(
     if per_site and isinstance(sites, Tables) and asked.through is None:
         own = {site.name: survey.own_intercept(state, site) for site in sites.sites}
     elif per_site:
-        asked.conduct(OwnIntercept(survey, state | {"estimate": estimate}, names))
+        asked.conduct(OwnIntercept(survey, names, at=state | {"estimate": estimate}))
 
     def predict(frame: Any, site: Any) -> Tensor:
         if per_site and site not in own:
@@ -658,7 +646,7 @@ def _by_site(
         ValueError: Only one site says something of a coefficient.
     """
     root = torch.linalg.cholesky(bread)
-    found = asked.conduct(SiteMeat(survey, state | {"root": root, "v": change @ root}))
+    found = asked.conduct(SiteMeat(survey, at=state | {"root": root, "v": change @ root}))
     refuse_alone(found["alone"], names)
     square = found["square"] + found["outer"].square().sum((1, 2))
     return root @ found["meat"] @ root.T, found["trace"].square() / square

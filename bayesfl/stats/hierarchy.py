@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from bayesfl.stats.density.integral import spread
 from bayesfl.stats.families import Family
 
 NODES = 15
@@ -198,15 +199,9 @@ def drawn(groups: Groups, u: Tensor, hessian: Tensor, noise: Tensor) -> Tensor:
     """
     s = groups.common
     left, follow = _eliminated(hessian, s)
-    common, own = _spread(left, noise[..., 0, :s])[..., None, :], noise[..., s:]
-    own = _spread(hessian[..., s:, s:], own) - (follow @ common[..., None])[..., 0]
+    common, own = spread(left, noise[..., 0, :s])[..., None, :], noise[..., s:]
+    own = spread(hessian[..., s:, s:], own) - (follow @ common[..., None])[..., 0]
     return u + torch.cat([common.expand(*own.shape[:-1], s), own], -1)
-
-
-def _spread(precision: Tensor, noise: Tensor) -> Tensor:
-    """Return noise [..., r] with the inverse of a precision [..., r, r] as covariance."""
-    lower = torch.linalg.cholesky(precision)  # with L L' the precision, L'^-1 noise has it
-    return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
 
 
 def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:

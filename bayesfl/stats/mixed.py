@@ -45,6 +45,7 @@ from bayesfl.posteriors.importance import Proposal, Weighted, weighted
 from bayesfl.posteriors.linearised import symmetric_root
 from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
+    FromState,
     Kept,
     Questions,
     Sites,
@@ -453,21 +454,15 @@ class Mode(Climb):
 
 
 @dataclass(frozen=True)
-class Draws(Hierarchy):
+class Draws(FromState, Hierarchy):
     """Ask for the log marginal likelihood at K draws of phi.
 
     At draws where a row weighs more than a site's policy allows, which are those far from the
     others, the site answers that they are very unlikely.
 
     Args:
-        at: The draws, [K, q].
+        at: The draws `phi`, [K, q].
     """
-
-    at: tuple[tuple[float, ...], ...] = ()
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the draws."""
-        return {"phi": torch.tensor(self.at, dtype=torch.float64)}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -622,11 +617,6 @@ class Mixed(Compared):
     link: Any
     design: Any
     offset: str | None
-
-    @property
-    def tau(self) -> Tensor:
-        """Return draws of the effects' standard deviations, [S, r], of all levels in turn."""
-        return torch.cat([t.covariance.diagonal(dim1=-2, dim2=-1) for t in self.levels], -1).sqrt()
 
     def table(self, level: float = 0.95) -> Any:
         """Return means, standard deviations and intervals as a data frame of pandas, and beside
@@ -974,7 +964,7 @@ def _integrated(
     survey = survey.besides(state["hessian"][:p, :p], state["theta"][p:], state["n_groups"])
 
     def value(phi: Tensor) -> Tensor:
-        total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
+        total = asked.conduct(Draws(**model, at={"phi": phi}))
         return total["log_likelihood"] + survey.log_prior(phi, survey.prior)
 
     def around(_: Any, centre: Tensor, covariance: Tensor) -> Proposal:
