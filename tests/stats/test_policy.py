@@ -260,14 +260,11 @@ def test_thresholds_lie_on_a_lattice_and_counts_are_told_in_steps(sd: float, ste
     assert abs(found["25 %"] - np.quantile(ages, 0.25)) < sd / 4
 
 
-def test_groups_of_risk_are_not_told_under_a_policy():
-    """As who is in which changes with the coefficients that are asked about."""
+def test_diagnostics_are_the_same_under_a_policy():
     fits = [
         bf.stats.glm(replace(sites("binomial"), policy=policy), family="binomial").diagnostics()
         for policy in (None, Policy())
     ]
-    assert fits[0].risk["rows"].sum() == 330
-    assert fits[1].risk is None
     assert fits[1].sites.equals(fits[0].sites)
     assert fits[1].concordance.equals(fits[0].concordance)
 
