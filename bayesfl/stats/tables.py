@@ -50,7 +50,6 @@ class Site:
         weights: The rows' weights, [n]; 1 where there are none.
         dropped: Number of rows that were left out, as a value is missing, or as a policy does not
             count few new rows.
-        missing: How often each column of the design, and the outcome, was missing, p + 1.
         weighing: What the weights are.
         rows: A hash of the labels of its complete rows in the data frame that was given.
         policy: The rules of what it answers; None where it answers all that is asked.
@@ -64,7 +63,6 @@ class Site:
     offset: Tensor
     weights: Tensor
     dropped: int = 0
-    missing: tuple[int, ...] = ()
     weighing: Weighing = "none"
     rows: str = ""
     policy: Policy | None = None
@@ -399,8 +397,6 @@ def tables(
                 "sampling or treatment are probability_weights="
             )
         n = int(kept.sum())
-        lacking = np.isnan(x).sum(0).tolist()
-        lacking.append(int(np.isnan(given[outcome]).sum()) if outcome is not None else 0)
         sites.append(
             Site(
                 name=name,
@@ -410,7 +406,6 @@ def tables(
                 offset=found[offset] if offset else torch.zeros(n, dtype=torch.float64),
                 weights=found[weights] if weights else torch.ones(n, dtype=torch.float64),
                 dropped=int(absent.sum()),
-                missing=tuple(lacking),
                 weighing=weighing,
                 rows=sha256(repr(frame.index[kept].tolist()).encode()).hexdigest(),
             )
