@@ -290,7 +290,7 @@ class Posterior(Refits):
         return found
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the fit rests on, {what: value}, for a report."""
+        """Return the facts about the fit, {what: value}, for a report."""
         worst = max(self.integrals, key=lambda site: self.integrals[site])
         return {
             "effective draws": round(self.effective),
