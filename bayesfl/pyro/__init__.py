@@ -26,7 +26,7 @@ def densities(
     rows: Mapping[str, Any],
     *,
     shared: Sequence[str],
-    policy: Policy | Mapping[str, Policy] | None = None,
+    policy: Policy | None = None,
 ) -> Tables:
     """Make the sites of a Pyro model, for `fit`, and for a node's own app.
 

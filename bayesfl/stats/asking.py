@@ -1,7 +1,7 @@
 """Questions to sites, and the sheet of what left them.
 
 Every fit is made of surveys (`bayesfl.base.surveys`) whose answers are sums over sites. `Sites` is
-what a fit needs to know of them, wherever they are.
+the interface that a fit uses, in a simulation or over a network.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from bayesfl.base.surveys import (
 )
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.policy import Put, Refusal, drawn
+from bayesfl.stats.policy import Put, Refusal
 from bayesfl.stats.tables import DEFAULT, Site, Tables, Weighing
 
 COARSE = 2.0**-12
-"""A variance below this, in the square of its unit, is asked for again in a finer unit."""
+"""A variance below this, in squared units, is computed again in a finer unit."""
 
 
 class SiteSurvey(ABC):
-    """A question of which each site answers a share, of its own rows alone.
+    """A question that each site answers from its own rows; the answers add up.
 
-    A subclass is a frozen dataclass of plain values, by which a site on another machine makes the
-    same question.
+    A subclass is a frozen dataclass of plain values. A site on another machine makes the same
+    question from these.
     """
 
     split = "train"
@@ -87,14 +87,14 @@ class SiteSurvey(ABC):
         return site.weights
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return the cells of which an answer has sums or numbers: for each way to divide rows
-        the place of each row, [n].
+        """Return the cells whose sums or counts an answer contains: for each way to divide rows,
+        the cell of each row, [n].
         """
         return ()
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
-        """Return what a site on another machine keeps for itself after its answer, as a data frame
-        of pandas; None for nothing.
+        """Return what a site on another machine stores after its answer, as a data frame of pandas;
+        None for nothing.
         """
         return None
 
@@ -104,20 +104,29 @@ class SiteSurvey(ABC):
 
 
 @dataclass(frozen=True)
-class AfterFit(SiteSurvey):
-    """A question about a fit.
+class FromState(SiteSurvey):
+    """A question whose first state is given.
+
+    Args:
+        at: The state.
+    """
+
+    at: Tensors = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the state, laid out in memory as it arrives over a network, to the same bits."""
+        return {name: t.contiguous() for name, t in self.at.items()}
+
+
+@dataclass(frozen=True)
+class AfterFit(FromState):
+    """A question about a fit, whose first state is the fit's last.
 
     Args:
         likelihood: The question that was fitted.
-        at: Its last state, which sites receive as this question's first.
     """
 
     likelihood: Any
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
-        return {name: t.contiguous() for name, t in self.at.items()}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return those of the fitted question; see `SiteSurvey`."""
@@ -129,7 +138,7 @@ class AfterFit(SiteSurvey):
 
 
 class Kept(SiteSurvey):
-    """Ask for nothing but that each site keeps what `kept` makes."""
+    """Request no numbers; each site stores what `kept` returns."""
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -145,7 +154,7 @@ class Kept(SiteSurvey):
 
 
 _open: list[list["Asked"]] = []
-"""The sheets on which what is asked stands, beside that of its fit; see `Released.also`."""
+"""Further release sheets that list current questions; see `Released.also`."""
 
 
 class Asked(NamedTuple):
@@ -155,7 +164,7 @@ class Asked(NamedTuple):
         question: Its name.
         answer: {name: shape} of what each site answered.
         sites: The sites that answered.
-        refused: {site: the rule of its policy by which it refused}.
+        refused: {site: the rule of its policy that refused}.
         beyond: {site: the rule of the default policy that its answer breaks}.
     """
 
@@ -168,11 +177,11 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Released:
-    """List what left each site: the sheet that a site's data protection officer reads.
+    """List what left each site, for its data protection officer.
 
     Args:
-        questions: The questions in turn; the first is round 1. What is asked later about the fit
-            is added.
+        questions: The questions in order; the first is round 1. Later questions about the fit are
+            added.
         hidden: How the answers were added where nobody saw a single one; None where they were open.
         over: The network over which they were sent; None in a simulation.
     """
@@ -183,7 +192,7 @@ class Released:
 
     @property
     def bytes(self) -> Mapping[str, int]:
-        """Return how many bytes each site sent in all, eight a number."""
+        """Return the number of bytes that each site sent, eight for each number."""
         found: Counter[str] = Counter()
         for asked in self.questions:
             found.update(dict.fromkeys(asked.sites, uplink_bytes(asked.answer)))
@@ -191,7 +200,7 @@ class Released:
 
     @property
     def seen(self) -> str:
-        """Return in words who saw what a site sent."""
+        """Return a text on who saw what a site sent."""
         if self.hidden is not None:
             seen = f"answers were added by {self.hidden}, and nobody saw a single site's"
             return f"{seen}, but for the numbers that are called each site's own"
@@ -200,21 +209,16 @@ class Released:
         return "each site's answers were seen"
 
     @property
-    def log_likelihoods(self) -> int:
-        """Return how many log likelihoods at shared draws each site told."""
-        return sum(drawn(asked.answer) for asked in self.questions)
-
-    @property
     def beyond(self) -> Counter[str]:
-        """Return how many answers break which rule of the default policy."""
+        """Return the number of answers that break each rule of the default policy."""
         return Counter(
             rule.split()[0] for asked in self.questions for rule in asked.beyond.values()
         )
 
     @property
     def judged(self) -> str:
-        """Return in words how many answers rest on few people, and what the default policy would
-        have refused.
+        """Return a text with the number of answers that rest on few people, and of those that the
+        default policy refuses.
         """
         few = sum(self.beyond[rule] for rule in ("min_level", "exact_times"))
         told = f"answers that rest on fewer than {DEFAULT.min_level} people: {few}"
@@ -225,7 +229,7 @@ class Released:
 
     @contextmanager
     def also(self) -> Iterator[None]:
-        """List what is asked meanwhile, too."""
+        """List the questions of this context, too."""
         _open.append(self.questions)
         try:
             yield
@@ -233,15 +237,9 @@ class Released:
             _open.pop()
 
     def __str__(self) -> str:
-        by_size: dict[int, list[str]] = {}
-        for site, size in self.bytes.items():
-            by_size.setdefault(size, []).append(site)
-        sent = [f"{', '.join(names)} sent {size:,} bytes" for size, names in by_size.items()]
-        if len(by_size) == 1:
-            sent = [f"each site sent {size:,} bytes" for size in by_size]
-        if self.log_likelihoods:
-            sent.append(f"{self.log_likelihoods} log likelihoods at shared draws among them")
-        lines = [f"What left the sites: {'; '.join(sent)}; {self.seen}."]
+        least, most = min(self.bytes.values(), default=0), max(self.bytes.values(), default=0)
+        sent = f"{most:,} bytes" if least == most else f"{least:,} to {most:,} bytes"
+        lines = [f"What left the sites: each site sent {sent}; {self.seen}."]
         lines += [f"  {rounds}, {question}: {told}" for rounds, question, told in self._rounds()]
         lines.append(f"  {self.judged}")
         return "\n".join(lines)
@@ -255,7 +253,7 @@ class Released:
         return f"<p>{text(told)}; {text(self.judged)}.</p>{listed}"
 
     def _rounds(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what was asked and answered alike: when, what, and the answer."""
+        """Yield groups of equal questions and answers: rounds, question, answer."""
         alike: dict[tuple[str, ...], dict[int, str]] = {}
         for at, asked in enumerate(self.questions, 1):
             told = ", ".join(
@@ -283,7 +281,6 @@ class Released:
             {
                 "seen": self.seen,
                 "bytes": self.bytes,
-                "log_likelihoods": self.log_likelihoods,
                 "judged": self.judged,
                 "questions": rows,
             }
@@ -292,11 +289,11 @@ class Released:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Answered(Shown):
-    """Hold what is known of the sites behind a result.
+    """Hold the facts about sites that all results have.
 
     Args:
-        dropped: {site: rows left out, as a value is missing or as they are few new ones}.
-        left_out: {site: why it has no part}.
+        dropped: {site: number of rows left out, with a missing value, or few new ones}.
+        left_out: {site: the reason why it is left out}.
         released: What left each site.
     """
 
@@ -306,68 +303,68 @@ class Answered(Shown):
 
     @property
     def _below(self) -> list[str]:
-        """Return the lines that stand last below a table."""
+        """Return the last lines below a table."""
         left = (f"left out: {site}, {why}" for site, why in self.left_out.items())
         return [*left, str(self.released)]
 
 
 @runtime_checkable
 class Sites(Protocol):
-    """Declare what a fit needs of sites, here or on other machines, as `Tables` has it."""
+    """Declare the interface of sites, on this machine (`Tables`) or on others."""
 
     @property
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Return the names of the sites."""
-        ...
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns of the design."""
-        ...
 
     @property
+    @abstractmethod
     def terms(self) -> tuple[Any, ...]:
         """Return the terms of the design."""
-        ...
 
     @property
+    @abstractmethod
     def offset(self) -> str | None:
-        """Return the column of what is added to linear predictors; None where there is none."""
-        ...
+        """Return the offset column of linear predictors; None if there is none."""
 
     @property
+    @abstractmethod
     def over(self) -> str | None:
-        """Return the network over which they are asked; None on this machine."""
-        ...
+        """Return the name of the network; None on this machine."""
 
     @property
+    @abstractmethod
     def weighing(self) -> Weighing:
-        """Return what the weights of rows are."""
-        ...
+        """Return the kind of weights."""
 
+    @abstractmethod
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p]."""
-        ...
 
+    @abstractmethod
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
-        """Return how a question is put to all sites."""
-        ...
+        """Return the function that puts a question to all sites."""
 
+    @abstractmethod
     def only(self, names: Any) -> "Sites":
         """Return some of the sites."""
-        ...
 
 
 class Questions:
-    """The questions of one fit, of which it keeps the sheet.
+    """Put the questions of one fit, and keep its release sheet.
 
     Args:
         sites: The sites.
         aggregation: What adds the answers; None adds them openly.
 
     Attributes:
-        left_out: {site: why}, of sites that are asked no longer.
-        through: Function from a question to the one that sites answer in its place; None for the
+        left_out: {site: the reason}, of sites that receive no further questions.
+        through: Function from a question to the one that sites answer instead; None for the
             question itself.
     """
 
@@ -379,14 +376,14 @@ class Questions:
         self._asked: list[Asked] = []
 
     def first(self, survey: Callable[[int], Survey[Any]]) -> Tensors:
-        """Put the first question about some columns, and leave out those sites that refuse it for a
-        level with too few rows.
+        """Put the first question about some columns, and leave out sites that refuse it because a
+        level has too few rows.
 
         Args:
             survey: Function from the number of sites to the question.
 
         Raises:
-            Refusal: All do, or one refuses for another reason.
+            Refusal: All sites refuse, or one refuses for another reason.
         """
         try:
             return self.conduct(survey(len(self.sites.names)))
@@ -399,14 +396,13 @@ class Questions:
             return self.first(survey)
 
     def leave_out(self, why: Mapping[str, str]) -> None:
-        """Ask some sites, {site: why not}, no longer."""
+        """Put no further questions to some sites, {site: the reason}."""
         self.left_out |= why
         self.sites = self.sites.only([name for name in self.sites.names if name not in why])
 
-    def again(self, names: Sequence[str] | None = None) -> "Questions":
-        """Return questions to the same sites, or to some of these, with a sheet of their own."""
-        sites = self.sites if names is None else self.sites.only(names)
-        made = Questions(sites, self._aggregation)
+    def again(self) -> "Questions":
+        """Return questions to the same sites, with a sheet of their own."""
+        made = Questions(self.sites, self._aggregation)
         made.through = self.through
         return made
 
@@ -438,39 +434,39 @@ class Questions:
 
     @property
     def released(self) -> Released:
-        """Return what left each site so far."""
+        """Return the release sheet so far."""
         hidden = None if self._aggregation is None else repr(self._aggregation)
         return Released(self._asked, hidden, self.sites.over)
 
 
 def with_likelihood(rows: Any, what: str) -> None:
-    """Refuse probability weights for what rests on a likelihood.
+    """Refuse probability weights where a likelihood is needed.
 
     Args:
         rows: Sites, or a fit to their rows.
-        what: What it is, in words.
+        what: What needs it, in words.
 
     Raises:
         ValueError: The rows have such weights.
     """
     if rows.weighing == "probability":
         raise ValueError(
-            f"{what} rests on the likelihood of rows, which probability weights have not; glm, "
-            "cox, kaplan_meier and describe take them, with robust errors"
+            f"{what} rests on the likelihood of rows, which probability weights do not define; "
+            "glm, cox, kaplan_meier and describe take them, with robust errors"
         )
 
 
 @dataclass(frozen=True)
 class UsedRows(SiteSurvey):
-    """Ask for a keyed hash of the rows that a fit used, by which fits to the same rows are known.
+    """Ask for a keyed hash of the rows that a fit used, which shows whether fits used the same.
 
-    It is of their places in the data frame, their weights and their outcomes, and travels as four
+    It covers their places in the data frame, their weights and their outcomes, and is sent as four
     whole numbers of 16 bits, which secure sums do not round.
 
     Args:
         sites: Number of sites J.
         key: The key, drawn for one comparison.
-        columns: Columns in place of the outcome, as of times and events.
+        columns: Columns that replace the outcome, such as times and events.
     """
 
     sites: int
@@ -492,20 +488,20 @@ class UsedRows(SiteSurvey):
 
 
 def used_rows(asked: Questions, key: str, columns: tuple[str, ...] = ()) -> dict[str, list[float]]:
-    """Return {site: the hash of the rows that it used}; see `UsedRows`."""
+    """Return {site: hash of the rows that it used}; see `UsedRows`."""
     found = asked.conduct(UsedRows(len(asked.sites.names), key, columns))
     return dict(zip(asked.sites.names, found["n_hash"].tolist(), strict=True))
 
 
 def counted(names: Sequence[str], weights: Tensor) -> dict[str, float]:
-    """Return the sites' numbers of rows, each as often as it counts; whole ones as ints."""
+    """Return the sites' numbers of rows, counted by weight; whole numbers as ints."""
     values = [int(n) if n.is_integer() else n for n in weights.tolist()]
     return dict(zip(names, values, strict=True))
 
 
 def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
-    """Return a site's number, or its numbers, at its own place among those of all sites, [J, ...]:
-    0 elsewhere, so that the sum has each site's.
+    """Return a site's number or numbers at its own place, [J, ...], and 0 at other sites' places,
+    so that the sum contains each site's.
     """
     found = torch.zeros(sites, *torch.as_tensor(value).shape, dtype=torch.float64)
     found[place] = value
@@ -515,10 +511,10 @@ def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
 @dataclass(frozen=True)
 class Sums(SiteSurvey):
     """Ask for each site's number of rows and sum of the outcome, and for the sums of the columns;
-    then for sums of squares about the means that follow, in units that follow.
+    then for sums of squares about the resulting means, in units chosen from these.
 
     A column's unit begins at 1 or at the size of its mean, and falls to its standard deviation.
-    So neither a mean far from 0 nor the step of secure sums takes digits from a variance.
+    So a variance keeps its digits for means far from 0 and under the rounding of secure sums.
 
     The last state has `n_dropped`, `rows` and `outcome` [J], the `weight` of all rows, the
     `outcome_mean`, the `offset_mean`, and `centre` and `scale` of the columns and, last, of a
@@ -562,7 +558,7 @@ class Sums(SiteSurvey):
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the means at first, then better ones and units, until these are known."""
+        """Return the means first, then better means and units, until they are precise."""
         if "unit" not in state:
             centre, offset = (total.pop(name) / total["weight"] for name in ("sum", "offset"))
             begun = {"centre": centre, "unit": centre.abs().clamp_min(1.0), "offset_mean": offset}
@@ -574,22 +570,22 @@ class Sums(SiteSurvey):
 
 
 def refined(centre: Tensor, unit: Tensor, n: Tensor, total: Tensors) -> Tensors:
-    """Return better means and units, [..., p], by sums about those that are known.
+    """Return better means and units, [..., p], from sums about the current ones.
 
     Args:
         centre: The means so far, [..., p].
-        unit: The units, in which the sums are.
+        unit: The units of the sums.
         n: The weight of the rows, [..., 1] or a number.
         total: `sum` and `square` of the values less `centre`, over `unit`, [..., p].
 
     Returns:
-        `centre`; the `unit` that comes next; `scale`, the standard deviations, 0 of constants; and
-        `known`, of which these are true.
+        `centre`; the next `unit`; `scale`, the standard deviations, 0 for constants; and `known`,
+        whether each is precise.
     """
     n = n.clamp_min(1e-300)
     mean, square = total["sum"] / n, total["square"] / n
     centre, variance = centre + unit * mean, square - mean.square()
-    # Neither the step of secure sums nor the square of a mean that was not known takes its digits.
+    # Precise: the rounding of secure sums and the square of the mean cost no digits.
     known = (variance >= COARSE) & (mean.square() <= variance)
     unit = unit * variance.clamp_min(COARSE**2).sqrt()
     constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-15)  # below rounding
@@ -598,14 +594,14 @@ def refined(centre: Tensor, unit: Tensor, n: Tensor, total: Tensors) -> Tensors:
 
 
 def unit_of(sums: Tensors) -> float:
-    """Return the weight that is 1: the mean of probability weights, so that nothing depends on
-    their unit, and 1 of counts.
+    """Return the unit of weights: the mean of probability weights, so that results do not depend on
+    their unit; 1 for counts.
     """
     return float(sums["weight"] / sums["rows"].sum())
 
 
 def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """Return means and standard deviations [p] of the columns of all sites, by which a fit
+    """Return means and standard deviations [p] of the columns of all sites, with which a fit
     standardises them.
 
     Raises:
@@ -614,15 +610,15 @@ def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     centre, scale = (sums[name][: len(names)] for name in ("centre", "scale"))
     if constant := [names[i] for i in np.flatnonzero((scale == 0).numpy())]:
         raise ValueError(
-            f"the columns {constant} are constant over all sites, so nothing can be learnt of "
-            "them: leave these terms out"
+            f"the columns {constant} are constant over all sites and have no coefficients: leave "
+            "these terms out"
         )
     return centre, scale
 
 
 def outcome_unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float]:
-    """Return mean and standard deviation of a Gaussian outcome, so that sums are of moderate size
-    whatever its unit; 0 and 1 of others.
+    """Return mean and standard deviation of a Gaussian outcome, so that sums have moderate size in
+    any unit; 0 and 1 for other families.
 
     Raises:
         ValueError: It is constant.
@@ -632,6 +628,6 @@ def outcome_unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float
     if not sums["scale"][-1]:
         raise ValueError(
             f"the outcome {outcome!r} is constant over all sites to the digits of the sums, so "
-            "that nothing can be learnt of it"
+            "there is nothing to fit"
         )
     return float(sums["outcome_mean"]), float(sums["scale"][-1])

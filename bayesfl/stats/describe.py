@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas
@@ -14,7 +14,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Answered, Questions, Sites, SiteSurvey, refined, slot
+from bayesfl.stats.asking import Answered, FromState, Questions, Sites, SiteSurvey, refined, slot
 from bayesfl.stats.survival.groups import group
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
@@ -77,9 +77,9 @@ class Grouped(SiteSurvey):
 
 @dataclass(frozen=True)
 class Totals(Grouped):
-    """Ask for the groups' numbers and weights of rows and sums of columns, for missing values by
-    site, and which columns hold 0 and 1 alone; then for sums of squares about the means that
-    follow, see `bayesfl.stats.asking.Sums`.
+    """Ask for the groups' numbers and weights of rows, sums of columns, and which columns hold 0
+    and 1 alone; then for sums of squares about the resulting means, see
+    `bayesfl.stats.asking.Sums`.
 
     The last state has `rows` and `weight` [G], and `total`, `centre` and `scale` [G, p + 1].
 
@@ -100,7 +100,6 @@ class Totals(Grouped):
             "sum": self.each((g, p)),
             "n_other": (p,),
             "n_outcome": (),
-            "n_missing": PerClient((self.sites, p)),
             "n_dropped": PerClient((self.sites,)),
         }
 
@@ -120,8 +119,7 @@ class Totals(Grouped):
             found["sum"][g] = weights @ x
         found["n_other"] += ((x != 0) & (x != 1)).sum(0)
         found["n_outcome"] += 0 if site.y is None else len(x)
-        of_site = {"n_missing": torch.tensor(site.missing), "n_dropped": site.dropped}
-        return found | {name: slot(n, place, self.sites) for name, n in of_site.items()}
+        return found | {"n_dropped": slot(site.dropped, place, self.sites)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the means at first, then better ones and units, until these are known."""
@@ -142,7 +140,7 @@ class Totals(Grouped):
 
 
 @dataclass(frozen=True)
-class Quantiles(Grouped):
+class Quantiles(FromState, Grouped):
     """Ask how many rows of a group, and of all, lie at or below the middles of ranges, and halve
     these.
 
@@ -151,12 +149,6 @@ class Quantiles(Grouped):
             [G + 1, p + 1, shares], of all rows last; the groups' numbers of rows, `weight`
             [G + 1]; and 0 for `n_asked`.
     """
-
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the ranges at first."""
-        return self.at
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -250,11 +242,6 @@ class Description(Answered):
                 cells = [_number_told(*values) for values in parts]
             cells = [cell if n else "" for n, cell in zip(counts, cells, strict=True)]
             rows[str(name)] = [*cells, "" if math.isnan(difference) else f"{difference:.2f}"]
-            stem = str(name).partition("[")[0]  # once for all levels
-            if of.loc["missing"].max() > 0 and f"{stem}, missing" not in rows:
-                rows[f"{stem}, missing"] = [
-                    "" if math.isnan(n) else f"{n:g}" for n in of.loc["missing"]
-                ] + [""]
         columns = [*map(str, told.columns), "difference"]
         return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
@@ -333,9 +320,6 @@ def describe(
     variance_of = torch.cat([variance_of, whole])
     grouped["sites"] = len(sites.names)
     quartiles = _quantiles(asked, grouped, mean, variance_of, weight)
-    missing = _with_all(totals["n_missing"])
-    if isinstance(by, Levels):  # rows left out have no group here
-        missing = torch.cat([torch.full((len(groups), missing.shape[1]), math.nan), missing[-1:]])
     names = list(sites.columns)
     if totals["n_outcome"]:
         names.append(getattr(sites, "outcome", None) or "outcome")
@@ -351,7 +335,7 @@ def describe(
             variance = variance_of[:, place] * rows_of / (rows_of - 1)
             found = {"mean": here, "sd": variance.sqrt()}
             found |= dict(zip(("25 %", "median", "75 %"), quartiles[:, place].T, strict=True))
-        rows |= {(name, key): t for key, t in (found | {"missing": missing[:, place]}).items()}
+        rows |= {(name, key): t for key, t in found.items()}
         differences[name] = _difference(here[:-1], variance[:-1])
     values = torch.stack(list(rows.values())).numpy()
     index = pandas.MultiIndex.from_tuples(list(rows), names=["column", "statistic"])

@@ -19,16 +19,14 @@ from bayesfl.stats.tables import Site
 
 BINARY = ("binomial", "log_binomial")
 COUNTS = ("poisson", "negative_binomial")
-GROUPS = 10
-"""Groups of risk, of equal width from 0 to 1."""
 DOUBT = 0.01
 """A p value below this is put in words."""
 
 
 @dataclass(frozen=True)
 class Looks(AfterFit):
-    """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
-    which a site with a policy does not send, and each site's concordance with its variance.
+    """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also for each site's
+    concordance with its variance.
 
     Args:
         sites: Number of sites J.
@@ -38,13 +36,12 @@ class Looks(AfterFit):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j, groups = PerClient((self.sites,)), (GROUPS,)
+        j = PerClient((self.sites,))
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
         if self.likelihood.family in COUNTS:
             found |= {"spread": j, "pearson": (), "tails": ()}
         if self.likelihood.family in BINARY:
             found |= {"spread": j, "auc": j, "variance": j, "known": j}
-            found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
 
     def spread(self, state: Tensors, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,11 +77,6 @@ class Looks(AfterFit):
             found["tails"] = w @ excess_kurtosis(spread, alpha)
             return found | {"pearson": w @ ((y - mean).square() / spread)}
         auc, variance, pairs = concordance(mean, y, w)
-        group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
-        # Who is in which group changes with theta, so that two answers would tell a row's outcome.
-        told = w if site.policy is None else torch.zeros_like(w)
-        for name, values in (("rows", told), ("expected", told * mean), ("observed", told * y)):
-            found[f"group_{name}"] = torch.zeros(GROUPS, dtype=w.dtype).index_add(0, group, values)
         return found | {
             "auc": slot(auc, place, self.sites),
             "variance": slot(variance, place, self.sites),
@@ -146,15 +138,12 @@ class Diagnostics:
         null_log_likelihood: Log likelihood of intercepts alone, in nats; None of a Gaussian
             outcome.
         sites: Data frame of pandas, by site: rows, sums of the outcome and of its expectation.
-        risk: The same by groups of risk of an outcome 0 or 1, of sites without a policy; None
-            elsewhere.
         concordance: Data frame of pandas, by site: the area under the ROC curve with its standard
             error and interval by DeLong, NaN of a site with one level of the outcome; last, of
             pairs within sites. None elsewhere.
-        said: What is doubtful, in words: of outcomes 0 or 1 risks that are not those observed, by
-            Hosmer and Lemeshow's test over groups of risk; of counts more variation than the
-            family's, by Pearson's statistic, whose variance has the tails of rare counts in it;
-            sites with other outcomes than are expected there.
+        said: What is doubtful, in words: of counts more variation than the family's, by Pearson's
+            statistic, whose variance has the tails of rare counts in it; sites with other outcomes
+            than are expected there.
         released: What left each site.
     """
 
@@ -162,7 +151,6 @@ class Diagnostics:
     null_deviance: float | None
     null_log_likelihood: float | None
     sites: Any
-    risk: Any
     concordance: Any
     said: tuple[str, ...]
     released: Released
@@ -175,7 +163,6 @@ class Diagnostics:
             lines.append(f"log likelihood of intercepts alone {self.null_log_likelihood:.4f}")
         titles = {
             "outcomes by site": self.sites,
-            "events by groups of risk": self.risk,
             "concordance (AUC), DeLong's intervals": self.concordance,
         }
         lines += [
@@ -210,26 +197,18 @@ def diagnose(
         counts: Whether it is asked if counts vary more than the family's.
     """
     names = asked.sites.names
-    looks = asked.conduct(Looks(survey, state, len(names)))
+    looks = asked.conduct(Looks(survey, len(names), at=state))
     least, alone = float(looks["saturated"]), float(asked.conduct(null)["loss"])
     unit = survey.outcome_scale**2
     parameters = len(state["theta"]) + survey.per_site * len(names)
     own_scale = survey.family == "negative_binomial"
     sums = {key: looks[key].numpy() for key in ("observed", "expected")}
-    risk = areas = None
-    if survey.family in BINARY:
-        edges = [f"{g / GROUPS:.1f} to {(g + 1) / GROUPS:.1f}" for g in range(GROUPS)]
-        of_groups = {key: looks[f"group_{key}"] for key in ("rows", "observed", "expected")}
-        if of_groups["rows"].any():
-            risk = pandas.DataFrame({key: t.numpy() for key, t in of_groups.items()}, index=edges)
-        areas = _areas(looks, names, level)
     return Diagnostics(
         deviance=None if own_scale else 2 * unit * (loss - least),
         null_deviance=None if own_scale else 2 * unit * (alone - least),
         null_log_likelihood=None if survey.family == "gaussian" else -alone,
         sites=pandas.DataFrame({"rows": list(rows.values()), **sums}, index=list(rows)),
-        risk=risk,
-        concordance=areas,
+        concordance=_areas(looks, names, level) if survey.family in BINARY else None,
         said=_said(survey.family, looks, rows, None if not counts else parameters),
         released=asked.released,
     )
@@ -242,17 +221,6 @@ def _said(
     number the variation of counts is not tested.
     """
     found = []
-    if family in BINARY:
-        n, observed, expected = (looks[f"group_{key}"] for key in ("rows", "observed", "expected"))
-        some = n > 0
-        n, observed, expected = (t[some] for t in (n, observed, expected))
-        chi2 = float(((observed - expected).square() / (expected * (1 - expected / n))).sum())
-        p = float(stats.chi2.sf(chi2, max(len(n) - 2, 1)))
-        if p < DOUBT:
-            found.append(
-                f"risks are not those observed (Hosmer and Lemeshow's p {p:.2g}): look at the "
-                "groups of risk, and try powers or interactions of terms"
-            )
     if family in COUNTS and parameters is not None:
         degrees = sum(rows.values()) - parameters
         pearson = float(looks["pearson"])
@@ -280,12 +248,10 @@ def _said(
 
 
 def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:
-    pairs = looks["known"]
-    share = pairs / pairs.sum()
-    auc = torch.cat([looks["auc"], (share @ looks["auc"])[None]])
-    se = torch.cat([looks["variance"], (share.square() @ looks["variance"])[None]]).sqrt()
-    unknown = torch.cat([pairs == 0, torch.tensor([False])])
-    auc, se = (torch.where(unknown, math.nan, t) for t in (auc, se))
+    share = looks["known"] / looks["known"].sum()
+    auc, variance = (looks[name].where(share > 0, math.nan) for name in ("auc", "variance"))
+    auc = torch.cat([auc, (share @ looks["auc"])[None]])
+    se = torch.cat([variance, (share.square() @ looks["variance"])[None]]).sqrt()
     reach = float(stats.norm.ppf((1 + level) / 2)) * se
     columns = {
         "auc": auc,

@@ -15,13 +15,13 @@ STIRLING = 16.0
 
 @dataclass(frozen=True)
 class Pieces:
-    """Hold what a family says of n rows.
+    """Hold losses of n rows with their derivatives.
 
     Args:
         loss: Negative log likelihood of each row, in nats, [n]; infinite outside the family's
             range.
         slope: Its derivatives by the linear predictor and by the family's own parameters, [n, m].
-        information: The second derivatives, [n, m, m], or what is expected of them.
+        information: The second derivatives, [n, m, m], or their expectations.
     """
 
     loss: Tensor
@@ -30,14 +30,14 @@ class Pieces:
 
 
 class Family(ABC):
-    """A family of outcomes with its link, which is the logarithm where a subclass has no other.
+    """A family of outcomes with its link, by default the logarithm.
 
     Attributes:
         name: Its name, with its link.
-        own: Names of parameters of its own, beside the linear predictor.
-        ratio: What the exponential of a coefficient is called; None where it says nothing.
-        largest: Linear predictor above which draws of a hierarchy's parameters count as at it,
-            since Hessians would be singular by rounding.
+        own: Names of its own parameters, besides the linear predictor.
+        ratio: Name of the exponential of a coefficient; None if it has none.
+        largest: Upper limit of linear predictors at draws of a hierarchy's parameters; above it
+            Hessians would be singular by rounding.
     """
 
     name: str
@@ -45,9 +45,8 @@ class Family(ABC):
     ratio: str | None = None
     largest: float = math.inf
 
-    @abstractmethod
-    def check(self, y: Tensor, site: str) -> None:
-        """Raise ValueError if outcomes [n] are outside the family's range."""
+    def check(self, y: Tensor, site: str) -> None:  # noqa: B027
+        """Raise ValueError if outcomes [n] are outside the family's range, where it has one."""
 
     @abstractmethod
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
@@ -68,17 +67,14 @@ def _pieces(loss: Tensor, slope: Tensor, information: Tensor) -> Pieces:
 
 
 class Gaussian(Family):
-    """Normal outcomes at the identity link, in units of their variance, which is estimated beside:
-    the loss is half the squared residual.
+    """Normal outcomes at the identity link, in units of their variance, which is estimated
+    separately: the loss is half the squared residual.
     """
 
     name = "gaussian"
 
-    def check(self, y: Tensor, site: str) -> None:
-        """Take any numbers."""
-
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
-        """Return half the squared residuals; see `Family`."""
+        """Return half the squared residuals, with derivatives; see `Family`."""
         return _pieces((eta - y) ** 2 / 2, eta - y, torch.ones_like(eta))
 
     def mean(self, eta: Tensor) -> Tensor:
@@ -106,7 +102,7 @@ class Normal(Gaussian):
 
 
 class Binomial(Family):
-    """Outcomes 0 or 1 at the logit link, whose coefficients are log odds ratios."""
+    """Outcomes 0 or 1 at the logit link; coefficients are log odds ratios."""
 
     name = "binomial, logit link"
     ratio = "odds ratio"
@@ -130,7 +126,7 @@ class Binomial(Family):
 
 
 class LogBinomial(Family):
-    """Outcomes 0 or 1 at the log link, whose coefficients are logarithms of risk ratios; the
+    """Outcomes 0 or 1 at the log link; coefficients are logarithms of risk ratios, and the
     information is the expected one.
     """
 
@@ -139,8 +135,8 @@ class LogBinomial(Family):
     check = Binomial.check
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
-        """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more, as is
-        the information then.
+        """Return -y eta - (1 - y) log(1 - e^eta). For a probability of 1 or more, loss and
+        information are infinite.
         """
         inside = eta.exp() < 1  # in floating point, too
         safe = torch.where(inside, eta, -1.0)
@@ -152,7 +148,7 @@ class LogBinomial(Family):
 
 
 class Poisson(Family):
-    """Counts at the log link, whose coefficients are logarithms of rate ratios."""
+    """Counts at the log link; coefficients are logarithms of rate ratios."""
 
     name = "poisson, log link"
     ratio = "rate ratio"
@@ -163,8 +159,8 @@ class Poisson(Family):
         _need(bool(((y >= 0) & (y == y.round())).all()), site, "counts", y)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
-        """Return e^eta - y eta + log y!, see `Family`, from its minimum at log y, so that counts of
-        any size keep the digits of differences.
+        """Return e^eta - y eta + log y!, see `Family`, relative to its minimum at log y, so that
+        differences keep their digits for large counts.
         """
         mu, above = eta.exp(), eta - y.clamp_min(1).log()
         risen = torch.where(y > 0, y * (torch.expm1(above) - above), mu)
@@ -184,8 +180,9 @@ class NegativeBinomial(Poisson):
 
         log y! + log Gamma(r) - log Gamma(y + r) - r log r - y eta + (y + r) log(mu + r),
 
-        which is written from its minimum by eta, at log y, with Gamma by Stirling's formula and its
-        `_remainder`. So no large terms cancel, and Poisson's is the limit of alpha at 0.
+        The code writes it relative to its minimum by eta, at log y, with Gamma by Stirling's
+        formula and its `_remainder`. So no large terms cancel, and its limit at an alpha of 0 is
+        Poisson's.
         """
         mu, r = eta.exp(), torch.exp(-own[0])
         above, both, least = eta - y.clamp_min(1).log(), mu + r, y + r
@@ -213,12 +210,12 @@ class NegativeBinomial(Poisson):
 
 
 def saturated(y: Tensor) -> Tensor:
-    """Return Poisson's loss of counts at means of their own, y - y log y + log y!."""
+    """Return Poisson's loss of counts if each is its own mean, y - y log y + log y!."""
     return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
 
 
 def _remainder(x: Tensor) -> tuple[Tensor, ...]:
-    """Return what log Gamma(x) has beyond (x - 1/2) log x - x + log(2 pi) / 2, with its first two
+    """Return log Gamma(x) minus (x - 1/2) log x - x + log(2 pi) / 2, with its first two
     derivatives: by Binet's series from 16 on, where it has all digits.
     """
     small, inverse = x.clamp_max(STIRLING), 1 / x.clamp_min(STIRLING)
@@ -246,9 +243,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def row_information(family: Family, eta: Tensor, own: Tensor) -> Tensor:
-    """Return how much rows weigh in sums at linear predictors eta, whatever their outcomes are:
-    their information if these were 0, which is that of any outcome but for `NegativeBinomial`; and
-    there how it changes with eta, so that no step of eta takes a row in or out.
+    """Return the weights of rows in sums at linear predictors eta, for any outcomes: their
+    information at an outcome of 0. At other outcomes it is the same, or for `NegativeBinomial` a
+    multiple that does not depend on eta. So no step of eta takes a row in or out.
     """
     return family.pieces(eta, torch.zeros_like(eta), own).information[..., 0, 0]
 
@@ -257,6 +254,6 @@ def _need(holds: bool, site: str, what: str, y: Tensor) -> None:
     if not holds:
         some = sorted({float(value) for value in y.tolist() if not math.isnan(value)})[:5]
         raise ValueError(
-            f"outcomes of this family are {what}, and site {site!r} has {some}; take another "
+            f"outcomes of this family are {what}, but site {site!r} has {some}; take another "
             "family, or recode the outcome"
         )

@@ -1,6 +1,5 @@
 """Fits over sites: estimates with their errors, and what they rest on."""
 
-import math
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -32,22 +31,22 @@ ERRORS = {
     "sandwich": "the sandwich, by rows",
     "site": "the sandwich, by sites, with the correction for few (CR2)",
 }
-"""{errors: how they were found, in words}."""
+"""{errors: their method, in words}."""
 MOVING = 1e-6
-"""A last step whose square is above this, by the information at first, is that of coefficients that
-grow without end."""
+"""If the last step's squared length, by the first question's information, is above this,
+coefficients grow without bound."""
 
 ALONE = 1e-8
-"""The share of the information that other sites have in a direction; none, if below this."""
+"""If other sites' share of the information in a direction is below this, they have none."""
 
 
 def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
-    """Return how errors are found: by default by the model, and by the sandwich under probability
-    weights.
+    """Return the method of standard errors: by default the model's, and the sandwich under
+    probability weights.
 
     Raises:
-        ValueError: Under probability weights, by the model, or there is a prior; or by fewer than
-            three sites.
+        ValueError: With probability weights, `model` or a prior is requested; or `site` with fewer
+            than three sites.
     """
     if errors == "site" and len(sites.names) < 3:
         raise ValueError("errors='site' needs three sites at least: take errors='sandwich'")
@@ -57,17 +56,17 @@ def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> E
 
 
 def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
-    """Raise ValueError if one site alone says something of a coefficient, by whose scores there
-    is no error of it.
+    """Raise ValueError if a single site alone informs a coefficient, because scores of sites then
+    give no error for it.
 
     Args:
-        alone: How much of each coefficient single sites alone tell, [q].
-        names: Their names.
+        alone: The share of each coefficient's direction that single sites alone inform, [q].
+        names: Names of the coefficients.
     """
     if single := [names[i] for i in (alone > 1e-6).nonzero().flatten().tolist()]:
         raise ValueError(
-            f"of the coefficients of {single} one site alone says something, so that "
-            "errors='site' has no error of them: take errors='sandwich', or leave these terms out"
+            f"a single site alone informs the coefficients of {single}, so errors='site' has no "
+            "error for them: take errors='sandwich', or leave these terms out"
         )
 
 
@@ -75,14 +74,14 @@ def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
 class Refits(Answered, ABC):
     """A fit that can be repeated without some of its sites.
 
-    A subclass has `table`, whose first column are the estimates, and `_facts`.
+    A subclass has `table`, with the estimates in the first column, and `_facts`.
 
     Args:
         model: What was fitted, in words.
         names: Names of the parameters.
-        rows: {site: its number of rows, each as often as it counts}.
-        events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
-        said: What else to know of the estimates, in words.
+        rows: {site: its number of rows, counted by weight}.
+        events: {site: sum of its outcome, or its number of events}; empty for Gaussian outcomes.
+        said: Remarks on the estimates.
         refit: Function (names of sites) -> the same fit to these alone.
     """
 
@@ -95,12 +94,12 @@ class Refits(Answered, ABC):
 
     @property
     def n(self) -> float:
-        """Return the number of rows of all sites, each as often as it counts."""
+        """Return the number of rows of all sites, counted by weight."""
         return sum(self.rows.values())
 
     @property
     def questions(self) -> int:
-        """Return how many questions were asked."""
+        """Return the number of questions."""
         return len(self.released.questions)
 
     def interval(self, term: str, level: float) -> dict[str, float]:
@@ -116,10 +115,10 @@ class Refits(Answered, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return what the fit rests on, {what: value}, for a report."""
+        """Return the facts about the fit, {what: value}, for a report."""
 
     def sheet(self) -> Sheet:
-        """Return the table of parameters, with what it rests on below it."""
+        """Return the table of parameters, with the facts about the fit below it."""
         with_events = [
             f"{site} {count:.10g}"
             + (f" ({self.events[site]:g} events)" if site in self.events else "")
@@ -143,13 +142,12 @@ class Refits(Answered, ABC):
     def report(self, path: str | os.PathLike[str], *, by_site: Sequence[str] = ()) -> None:
         """Write a report of the fit: one page of HTML that needs no other file.
 
-        It has the table of parameters, the sites, what left each of them (the release sheet), and
-        the environment.
+        It contains the table of parameters, the sites, the release sheet, and the environment.
 
         Args:
             path: The file, as `report.html`.
-            by_site: Names of coefficients whose forest plot is in the report. `glm` and `cox` ask
-                each site anew for them, which stands on the release sheet; `mixed` does not.
+            by_site: Names of coefficients whose forest plots the report shows. `glm` and `cox` fit
+                each site for these, and the release sheet lists the questions; `mixed` puts none.
 
         Raises:
             ValueError: There is no such coefficient.
@@ -166,7 +164,7 @@ class Refits(Answered, ABC):
             >>> "What left the sites" in path.read_text()
             True
         """
-        fit: Any = self  # whose sites are asked for forests before what they sent is listed
+        fit: Any = self  # forests put questions, so they come before the release sheet
         forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
         counts: dict[str, Mapping[str, float]] = {
             "rows": self.rows,
@@ -197,7 +195,7 @@ class Refits(Answered, ABC):
         )
 
     def without(self, *sites: str) -> Any:
-        """Return the same fit to the other sites, which are asked anew.
+        """Return the same fit to the other sites, with new questions.
 
         Raises:
             ValueError: There is no such site.
@@ -218,12 +216,12 @@ class Refits(Answered, ABC):
 
         Raises:
             ValueError: There is no such coefficient, or answers were added unseen: the sum of all
-                sites less that of all but one is that one's.
+                sites minus that of all but one is one site's answer.
         """
         if self.released.hidden is not None:
             raise ValueError(
-                "leave_one_out is not offered where answers are added unseen, as the sums of all "
-                "sites less those of all but one are that one's: without() leaves several out"
+                "leave_one_out is not available where answers are added unseen: the sum of all "
+                "sites minus that of all but one is one site's answer. without() leaves several out"
             )
         parts = {
             f"without {site}": [name for name in self.rows if name != site] for site in self.rows
@@ -237,7 +235,7 @@ class Refits(Answered, ABC):
                 with self.released.also():
                     row = {**self.refit(sites).interval(term, level), "why": ""}
             except ValueError as error:
-                # The remedy, behind a colon or a consequence, is for a fit of one's own.
+                # The remedy, after a colon or a consequence, does not apply here.
                 row = {"why": str(error).partition(":")[0].partition(", so")[0]}
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
@@ -252,15 +250,15 @@ class Compared(Refits, ABC):
     """A fit that compares with others by its likelihood.
 
     Args:
-        ratio: What the exponential of a coefficient is called; None where it says nothing.
+        ratio: Name of the exponential of a coefficient, such as `odds ratio`; None if it has none.
         log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
             weights a pseudo-likelihood, of weights whose mean is 1.
         parameters: Number of parameters, own intercepts included.
-        likelihood: Of what the likelihood is, in words, by which fits compare.
+        likelihood: What the likelihood describes, in words; only equal ones compare.
         evidence: Log marginal likelihood, in nats; None without a prior.
-        weighing: What the weights of rows were.
-        further: What else a fit can tell, by name: `used rows`; `predict` and `diagnostics`
-            of `glm`, `check`, `concordance` and `survival` of `cox`.
+        weighing: The kind of weights.
+        further: Further functions of the fit by name: `used rows`; `predict` and `diagnostics` of
+            `glm`; `check`, `concordance` and `survival` of `cox`.
     """
 
     ratio: str | None
@@ -281,42 +279,31 @@ class Compared(Refits, ABC):
         with_likelihood(self, "AIC")
         return 2 * self.parameters - 2 * self.log_likelihood
 
-    @property
-    def bic(self) -> float:
-        """Return Schwarz's criterion, k log n - 2 log likelihood.
-
-        Raises:
-            ValueError: The rows have probability weights.
-        """
-        with_likelihood(self, "BIC")
-        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
-
     def compare(self, other: "Compared") -> str:
-        """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
+        """Return a text that compares two fits to the same rows: likelihood ratio, AIC, evidence.
 
-        The sites of both are asked for a hash of the rows that were used. Those of `mixed` compare
-        with each other, if they have the same columns: of the restricted likelihood, and of the
-        evidence, coefficients are integrated over. There the ratio's p is too large, by up to
-        twice, for a standard deviation that is 0 in one.
+        The sites of both send a hash of the rows that they used. Fits of `mixed` compare with each
+        other if they have the same columns, because their likelihoods integrate over coefficients.
+        If a standard deviation is 0 in one of them, the ratio's p is up to twice too large.
 
         Args:
-            other: The other fit, of which one is a special case of the other for the ratio's p.
+            other: The other fit. The ratio's p is for a fit that is a special case of the other.
 
         Raises:
-            ValueError: They are of other rows, their likelihoods of other things, or the rows have
+            ValueError: The fits have different rows or kinds of likelihood, or the rows have
                 probability weights.
         """
         if self.likelihood != other.likelihood:
             raise ValueError(
-                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
-                "and do not compare"
+                f"the likelihoods describe different things, {self.likelihood} and "
+                f"{other.likelihood}, and do not compare"
             )
         key = current().every(lambda: secrets.token_hex(16))[0]
         here, there = (fit._asked("used rows", key) for fit in (self, other))
         if others := [site for site in here | there if here.get(site) != there.get(site)]:
             raise ValueError(
-                f"the fits are of other rows of {others}, as where other columns have gaps: name "
-                "the columns of both in tables(also=...), and fit both to the same sites"
+                f"the fits used different rows of {others}, for example because different columns "
+                "have gaps: name the columns of both in tables(also=...), and fit the same sites"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
@@ -336,7 +323,7 @@ class Compared(Refits, ABC):
         ]
         return "\n".join(filter(None, lines))
 
-    def _asked(self, question: str, *given: Any, **options: Any) -> Any:
+    def _asked(self, question: str, *given: Any) -> Any:
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
             raise ValueError(
@@ -344,7 +331,7 @@ class Compared(Refits, ABC):
                 + ", ".join(name for name in self.further if name.isidentifier())
             )
         with self.released.also():
-            return self.further[question](*given, **options)
+            return self.further[question](*given)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -354,10 +341,10 @@ class Fit(Compared):
     Args:
         estimate: Estimates of the q parameters `names`, [q].
         covariance: The covariance of their errors, [q, q].
-        errors: How the errors were found, in words.
+        errors: The method of the standard errors, in words.
         degrees: Degrees of freedom of the errors, for intervals by Student's t, or those of each
             parameter, [q]; None for the normal distribution.
-        scale: Residual variance of a Gaussian outcome; 1 elsewhere.
+        scale: Residual variance of a Gaussian outcome; 1 for other outcomes.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
 
     Example:
@@ -407,14 +394,13 @@ class Fit(Compared):
         return pandas.DataFrame(columns, index=list(self.names))
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the fit rests on, {what: value}, for a report."""
+        """Return the facts about the fit, {what: value}, for a report."""
         if self.weighing == "probability":
             return {"errors by": f"{self.errors}, under probability weights"}
         return {
             "errors by": self.errors,
             "log likelihood": self.log_likelihood,
             "AIC": self.aic,
-            "BIC": self.bic,
             **({"note": "; ".join(self.said)} if self.said else {}),
             **({} if self.evidence is None else {"log evidence": self.evidence}),
         }
@@ -423,17 +409,18 @@ class Fit(Compared):
         """Return the outcome's means for rows of a data frame, [n].
 
         Args:
-            frame: The rows, with the columns of the design, and of the offset where there is one.
-            site: The site whose own intercept is taken, where sites have one.
+            frame: The rows, with the columns of the design and of the offset, if there is one.
+            site: The site whose own intercept is used, if sites have one.
 
         Raises:
-            ValueError: The fit makes no means, a site must be named, or its intercept is not here.
+            ValueError: The fit has no predictions, a site must be named, or its intercept is not
+                here.
         """
         return self._asked("predict", frame, site)
 
     def diagnostics(self, level: float = 0.95) -> Diagnostics:
-        """Return deviance, calibration and concordance of a regression: the sites are asked once
-        more, and for the model of intercepts alone.
+        """Return deviance, observed and expected events and concordance of a regression, by further
+        questions, which also fit the model of intercepts alone.
 
         Args:
             level: Probability of the concordance's intervals.
@@ -443,13 +430,9 @@ class Fit(Compared):
         """
         return self._asked("diagnostics", level)
 
-    def check(self, *, scale: Literal["log", "identity", "rank"] = "log") -> Any:
-        """Test whether hazards are proportional, by Schoenfeld's residuals against time, in a
-        question to the sites.
-
-        Args:
-            scale: Whether against the logarithm of time, time itself (`identity`), or the rank of
-                events, which is that within the site where each has its own baseline.
+    def check(self) -> Any:
+        """Test whether hazards are proportional, by Schoenfeld's residuals against the logarithm of
+        time, in a question to the sites.
 
         Returns:
             A `Tested`: the statistic of all coefficients together, and a table of each.
@@ -460,15 +443,15 @@ class Fit(Compared):
         Source: Grambsch and Therneau, "Proportional hazards tests and diagnostics based on weighted
             residuals", Biometrika 81, 1994, the form with a constant covariance.
         """
-        return self._asked("check", scale=scale)
+        return self._asked("check")
 
     def concordance(self) -> Any:
-        """Return Harrell's concordance of each site, of all pairs of rows within sites, and, where
+        """Return Harrell's concordance of each site, of all pairs of rows within sites, and, if
         sites share a baseline, of all pairs, as a data frame of pandas, by questions to the sites.
 
-        That of all pairs is made of numbers of rows by time, of the fit's, and by score, in 50 bins
-        of equal shares; pairs in one bin count as ties. Sites with a policy do not answer it. Under
-        strata, pairs are of one stratum; with entry times, of rows that are at risk together.
+        All pairs are counted from numbers of rows by time and by score, in 50 bins of equal shares;
+        pairs in one bin count as ties. Sites with a policy refuse this question. Under strata,
+        pairs belong to one stratum; with entry times, both rows are at risk together.
 
         Raises:
             ValueError: The fit is none of `cox`.
@@ -477,21 +460,21 @@ class Fit(Compared):
 
     def survival(self, frame: Any = None, level: float = 0.95) -> Any:
         """Return the cumulative hazards and the survival that a Cox fit predicts, as a data frame
-        of pandas with a line for each row and time while some of the row's stratum are at risk.
+        of pandas with a line for each row and time while somebody of the row's stratum is at risk.
 
-        No question is asked: the baseline is made of the sums of the fit. It is Efron's estimate,
-        which is Breslow's where no times tie. The columns are `hazard`, cumulative, with its error,
-        and `survival` with its interval, which is normal for log(-log survival).
+        The baseline follows from the sums of the fit, without a further question. It is Efron's
+        estimate, and Breslow's if no times tie. The columns are `hazard`, cumulative, with its
+        error, and `survival` with its interval, which is normal for log(-log survival).
 
         Args:
-            frame: Rows to predict for, with the columns of the design, and of the strata and the
-                offset where there are some; None for the baseline, that of a row at the columns'
-                means over all sites, in each stratum.
+            frame: Rows to predict for, with the columns of the design, of strata and of the offset,
+                if there are any; None for the baseline of each stratum: a row at the columns' means
+                over all sites.
             level: Probability of the intervals.
 
         Raises:
-            ValueError: The fit is none of `cox`, each site has a baseline of its own, or rows have
-                probability weights, whose baseline has another error.
+            ValueError: The fit is none of `cox`, each site has its own baseline, or rows have
+                probability weights, for which the baseline's error is not implemented.
 
         Source: Tsiatis, "A large sample study of Cox's regression model", Annals of Statistics 9,
             1981, as R's survfit.
@@ -510,11 +493,11 @@ class Fit(Compared):
         return self._asked("survival", frame, level)
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
-        """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data
-        frame of pandas: a row for each site and a last one of all sites, and the columns
-        `estimate`, `low`, `high`, `rows`, and `why`, the reason where a site has none.
+        """Return each site's own estimate of a coefficient, from a fit to its rows alone, as a data
+        frame of pandas: a row for each site and a last one for all sites, and the columns
+        `estimate`, `low`, `high`, `rows`, and `why`, the reason if a site has no estimate.
 
-        Each site is asked anew.
+        Each site receives the questions of a new fit.
 
         Args:
             term: Name of the coefficient.
@@ -542,12 +525,12 @@ def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
 def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
-    Where columns separate the outcome, the sum falls as e^-t along a direction, so that steps keep
-    their length while the information vanishes. Judged by what it was at the first question, that
-    length depends on no unit of weights or columns.
+    If columns separate the outcome, the sum falls as e^-t along a direction: steps keep their
+    length while the information vanishes. The information at the first question measures that
+    length, so it does not depend on units of weights or columns.
 
     Args:
-        state: Newton's last.
+        state: Newton's last state.
         names: Names of the parameters.
 
     Raises:
@@ -555,14 +538,14 @@ def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
             dependent.
     """
     values, vectors, size = eigen(state["hessian"])
-    # The last step is of the size of rounding, but where the sum falls without end.
+    # The last step has the size of rounding, unless the sum falls without bound.
     moved, first = state["theta"] - state["best"], state["first"]
     length = float(moved @ first @ moved)
     if not len(values) or (float(values[0]) >= 1e-10 and length <= MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
-    # Dependent columns say nothing of a direction from the start, up to the rounding of secure
-    # sums; separated ones in the end.
+    # Dependent columns have no information in a direction from the start, up to the rounding of
+    # secure sums; separated ones lose it in the end.
     at_first, directions, _ = eigen(first)
     least = int(at_first.abs().argmin())
     if float(at_first.abs()[least]) < 1e-6:
@@ -573,10 +556,10 @@ def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
 
 
 def separation(sizes: Tensor, names: Sequence[str]) -> str:
-    """Say which columns separate the outcome, by how far each goes in the direction, [q]."""
+    """Return a text that names the columns that separate the outcome, by their sizes, [q]."""
     sizes = sizes * torch.tensor([name != "(intercept)" or len(names) == 1 for name in names])
     return (
-        f"{_involved(sizes, names)} separate the outcome, so that coefficients grow without end: "
+        f"{_involved(sizes, names)} separate the outcome, so coefficients grow without bound: "
         "leave one out, or give a weak prior, prior=2.5"
     )
 

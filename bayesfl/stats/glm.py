@@ -1,13 +1,13 @@
-"""Generalised linear models over sites, whose table is that of all rows together.
+"""Generalised linear models over sites. They give the same table as a fit to the pooled rows.
 
-The log likelihood of all rows is a sum over sites, and so are its gradient and its Hessian, of
-which Newton's steps are made. An intercept of each site's own is found inside the site and
-eliminated there: with H the Hessian by (shared parameters, own intercept), a site answers the slope
-at its best intercept and the Schur complement
+The log likelihood of all rows is a sum over sites, and so are its gradient and its Hessian.
+Newton's steps need no more. A site's own intercept is found and eliminated at the site: with H the
+Hessian by (shared parameters, own intercept), a site answers the slope at its best intercept and
+the Schur complement
 
-    H_bb - H_ba H_ab / H_aa,
+    H_bb - H_ba H_ab / H_aa.
 
-whose sums are slope and Hessian of the profile likelihood. No own intercept leaves its site.
+Their sums are slope and Hessian of the profile likelihood. No own intercept leaves its site.
 """
 
 import math
@@ -23,7 +23,6 @@ from torch import Tensor
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, Semidefinite
-from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
@@ -54,13 +53,13 @@ from bayesfl.stats.fit import (
 from bayesfl.stats.tables import Site, Tables, offsets
 
 INTERCEPT_SD = 10.0
-"""Standard deviation of the intercepts' prior, where the coefficients have one."""
+"""Standard deviation of the intercepts' prior, if the coefficients have one."""
 
 FLAT = 1e-8
-"""Information of log alpha below this is that of counts that vary no more than Poisson's, whose
-likelihood rises without end as alpha falls."""
+"""If the information of log alpha is below this, counts vary no more than Poisson's, and the
+likelihood rises without bound as alpha falls."""
 EDGE = 1e10
-"""Information at the log link above which a row's probability is 1 in all but rounding."""
+"""If the information at the log link is above this, a row's probability is 1 up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,14 @@ class Likelihood(SiteSurvey):
     Args:
         family: Name of the family, of `FAMILIES`.
         columns: Number p of columns.
-        per_site: Whether each site has an intercept of its own.
+        per_site: Whether each site has its own intercept.
         prior: Standard deviation of the coefficients' prior; None without one.
         centre: Means of the columns.
         scale: Their standard deviations.
-        intercept: Where Newton's steps start, with coefficients of 0.
-        outcome_centre: What is taken off a Gaussian outcome, and
-        outcome_scale: the unit in which it is then given.
-        unit: The weight that is 1.
+        intercept: Start of Newton's steps, with coefficients of 0.
+        outcome_centre: Number subtracted from a Gaussian outcome.
+        outcome_scale: Number that then divides it.
+        unit: The weight that counts as 1.
     """
 
     family: str
@@ -94,8 +93,8 @@ class Likelihood(SiteSurvey):
 
     @property
     def size(self) -> int:
-        """Return the number q of parameters that sites share: an intercept, the coefficients, and
-        the family's own.
+        """Return the number q of shared parameters: an intercept, the coefficients, and the
+        family's own.
         """
         return (not self.per_site) + self.columns + len(FAMILIES[self.family].own)
 
@@ -125,7 +124,7 @@ class Likelihood(SiteSurvey):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         at, shapes = self.at(state, site), self.shapes(state)
-        if at.outside:  # sums without some rows would tell who these are
+        if at.outside:  # sums without some rows would reveal these
             nothing = {
                 name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()
             }
@@ -135,7 +134,7 @@ class Likelihood(SiteSurvey):
             "slope": at.scores,
             "hessian": at.hessian,
             "n_outside": torch.tensor(0.0),
-            # A number that changes at a row's own edge would tell its outcome.
+            # A number that changes at a row's own boundary would reveal its outcome.
             "n_wrong": at.wrong if site.policy is None else at.wrong.clamp(max=1),
         }
         if at.own is not None:
@@ -143,7 +142,7 @@ class Likelihood(SiteSurvey):
         return {name: answer[name] for name in shapes}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make Newton's step, see `newton.step`, and say whether the parameters separate the
+        """Make Newton's step, see `newton.step`, and detect whether the parameters separate the
         outcomes of all rows.
         """
         loss = torch.where(total["n_outside"] > 0, torch.inf, total["loss"])
@@ -154,8 +153,8 @@ class Likelihood(SiteSurvey):
             total["slope"] + strength * theta,
             total["hessian"] + torch.diag(strength),
         )
-        # No row is at the wrong side of the boundary between outcomes 0 and 1. At the log link it
-        # is enough that all outcomes of some rows are 1.
+        # Separated: no row is on the wrong side of the boundary between outcomes 0 and 1. At the
+        # log link it is enough that all outcomes of some rows are 1.
         separated = total.get("n_wrong", torch.tensor(1)) == 0
         if self.family == "log_binomial":
             separated = (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
@@ -169,9 +168,7 @@ class Likelihood(SiteSurvey):
         return each.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
 
     def standardised(self, site: Site) -> Site:
-        """Return a site whose outcomes, what is added to its predictors, and whose weights are in
-        their units.
-        """
+        """Return a site with outcomes, offsets and weights in the survey's units."""
         return replace(
             site,
             y=(site.outcome - self.outcome_centre) / self.outcome_scale,
@@ -180,8 +177,8 @@ class Likelihood(SiteSurvey):
         )
 
     def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the columns of a standardised site in the linear predictor [n, d], this predictor
-        [n], the own intercept at its best included, and that intercept, 0 where there is none.
+        """Return a standardised site's columns in the linear predictor [n, d], this predictor [n]
+        with the best own intercept, and that intercept, 0 if there is none.
         """
         first = int(not self.per_site)
         # One copy, which is changed in place, as a table may be large.
@@ -195,8 +192,8 @@ class Likelihood(SiteSurvey):
         return design, eta + alpha, alpha
 
     def centre_at(self, state: Tensors, site: Site) -> Tensor:
-        """Return what is taken off a site's columns, [p]: its own means where these change its own
-        intercept alone, so that sites far apart keep their digits; else the means of all rows.
+        """Return the means that are subtracted from a site's columns, [p]: its own if this changes
+        only its own intercept, so that sites far apart keep their digits; else those of all rows.
         """
         if self.per_site and self.prior is None:
             return site.weights @ site.x[:, : self.columns] / site.weights.sum()
@@ -208,7 +205,7 @@ class Likelihood(SiteSurvey):
         return 0.0 if self.prior is None else INTERCEPT_SD**-2
 
     def at(self, state: Tensors, site: Site) -> "At":
-        """Return what a site's rows say at the parameters, its own intercept at its best."""
+        """Return a site's losses and derivatives at the parameters and its best own intercept."""
         site = self.standardised(site)
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
@@ -238,12 +235,12 @@ class Likelihood(SiteSurvey):
         return site.weights * torch.stack(found)
 
     def means(self, state: Tensors, site: Site) -> Tensor:
-        """Return the outcomes that are expected of a site's rows, [n]."""
+        """Return the expected outcomes of a site's rows, [n]."""
         eta = self.predictors(state, self.standardised(site))[1]
         return self.outcome_centre + self.outcome_scale * FAMILIES[self.family].mean(eta)
 
     def own_intercept(self, state: Tensors, site: Site) -> float:
-        """Return a site's own intercept at its best, for columns as they are."""
+        """Return a site's best own intercept, for columns that are not standardised."""
         alpha = self.predictors(state, self.standardised(site))[2]
         centre = self.centre_at(state, site) / state["scale"]
         alpha = alpha - state["theta"][: self.columns] @ centre
@@ -252,19 +249,18 @@ class Likelihood(SiteSurvey):
 
 @dataclass(frozen=True)
 class At:
-    """Hold what a site's n rows say at some parameters.
+    """Hold losses and derivatives of a site's n rows at some parameters.
 
     Args:
         design: Their columns in the linear predictor, [n, d].
         loss: Their negative log likelihoods, weighted, [n].
         slope: Slopes by the linear predictor and the family's own parameters, weighted, [n, m].
         information: Their information, weighted, [n, m, m].
-        outside: Whether a row is outside the range, where it says no number.
-        wrong: Number of rows with an outcome 1 at a probability of a half at most, were it not for
-            their offset, or an outcome 0 at one of a half at least.
-        own: The information of the site's own intercept, its prior's included; None where it has
-            none.
-        penalty: Half its square times its prior's precision.
+        outside: Whether a row is outside the family's range.
+        wrong: Number of rows with outcome 1 and a probability without offset of at most a half, or
+            outcome 0 and one of at least a half.
+        own: The information of the site's own intercept, with its prior's; None if it has none.
+        penalty: Half the square of this intercept times its prior's precision.
     """
 
     design: Tensor
@@ -289,8 +285,8 @@ class At:
 
     @property
     def hessian(self) -> Tensor:
-        """Return the information of the shared parameters, [q, q], the own intercept eliminated:
-        by columns about their means under the information, where no digits cancel.
+        """Return the information of the shared parameters, [q, q], with the own intercept
+        eliminated: from columns about their means under the information, so no digits cancel.
         """
         design, first = self.design, self.information[:, :1, 0]
         rest, own = self.information[:, 1:, 1:].sum(0), self.cross[design.shape[1] :]
@@ -305,7 +301,7 @@ class At:
 
     @property
     def row_scores(self) -> Tensor:
-        """Return the slopes of each row, [n, q], what it says of the own intercept taken off."""
+        """Return the slopes of each row, [n, q], with the own intercept eliminated."""
         found = torch.cat([self.design * self.slope[:, :1], self.slope[:, 1:]], 1)
         if self.own is not None:
             found = found - torch.outer(self.slope[:, 0], self.cross / self.own)
@@ -313,8 +309,8 @@ class At:
 
 
 def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: float) -> Tensor:
-    """Return the intercept of a site's own that minimises its loss, by Newton's steps, halved
-    where the loss rose.
+    """Return the own intercept that minimises a site's loss, by Newton's steps, halved if the loss
+    rises.
 
     Args:
         family: Name of the family.
@@ -324,7 +320,7 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
         strength: Precision of its prior; 0 without one.
     """
     rule, y = FAMILIES[family], site.outcome
-    # No mean overflows here, whatever the offsets, and the log link's are within its range.
+    # Here no mean overflows for any offsets, and the log link's means are within its range.
     alpha = best = -eta.max() - int(family == "log_binomial")
     lowest = torch.inf
     for _ in range(200):
@@ -345,9 +341,7 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
 
 @dataclass(frozen=True)
 class Meat(AfterFit):
-    """Ask for the outer products of rows' scores, each row as many as it stands for, by which
-    errors are robust.
-    """
+    """Ask for outer products of rows' scores, counted by frequency weight, for robust errors."""
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -361,14 +355,14 @@ class Meat(AfterFit):
 
 @dataclass(frozen=True)
 class SiteMeat(Meat):
-    """Ask for the outer products of sites' scores as CR2 adjusts them for few sites, and for what
-    degrees of freedom follow from.
+    """Ask for the outer products of sites' scores, adjusted for few sites by CR2, and for the terms
+    of the degrees of freedom.
 
-    Let L L' be the inverse of the information, M_j what site j has of this, N_j = L' M_j L, and s_j
-    its score. The adjusted score is t_j = (I - N_j)^(-1/2) L' s_j, and the covariance
-    L (sum of t_j t_j') L'. If the model is true, the variance of a contrast c is a quadratic form
-    of residuals; with v = L' c and h_j = N_j (I - N_j)^(-1/2) v it has the trace and the trace of
-    its square
+    Let L L' be the inverse of the information, M_j site j's share of the information,
+    N_j = L' M_j L, and s_j its score. The adjusted score is t_j = (I - N_j)^(-1/2) L' s_j, and the
+    covariance L (sum of t_j t_j') L'. If the model is true, the variance of a contrast c is a
+    quadratic form of residuals; with v = L' c and h_j = N_j (I - N_j)^(-1/2) v it has the trace
+    and the trace of its square
 
         sum of v' N_j v,    sum of (v' N_j v)^2 - (h_j' h_j)^2, plus |sum of h_j h_j'|^2.
 
@@ -391,7 +385,7 @@ class SiteMeat(Meat):
         at, root = self.likelihood.at(state, site), state["root"]
         values, vectors = torch.linalg.eigh(root.T @ at.hessian @ root)
         left = 1 - values
-        alone = left < ALONE  # the other sites say nothing of these directions
+        alone = left < ALONE  # the other sites have no information in these directions
         factor = torch.where(alone, 0.0, left.clamp_min(ALONE).rsqrt())
         score = factor * (vectors.T @ (root.T @ at.scores))
         v = state["v"] @ vectors
@@ -409,8 +403,8 @@ class SiteMeat(Meat):
 
 @dataclass(frozen=True)
 class OwnIntercept(Kept, AfterFit):
-    """Tell sites on other machines the `estimate` for columns as they are, beside which each keeps
-    an intercept of its own.
+    """Send sites on other machines the `estimate` for columns that are not standardised; each
+    stores it with its own intercept.
 
     Args:
         names: Names of the shared parameters.
@@ -440,25 +434,21 @@ def glm(
         sites: The sites, of `tables`.
         family: Of the outcome: `gaussian` at the identity link, `binomial` at the logit,
             `log_binomial` at the log, `poisson` and `negative_binomial` (NB2) at the log.
-        intercept: One for all sites, or one of each site's own, which stays there; then a site with
-            one level of the outcome alone says nothing and is left out.
-        errors: Standard errors by the `model`; by the `sandwich` of rows' scores (HC0), which holds
-            where rows of a site are independent but the model is not true; or by `site`, of the
-            scores of three sites at least, with the correction for few (CR2) and Bell and
-            McCaffrey's degrees of freedom, `df` in the table. None takes the model's, and the
-            sandwich under probability weights.
+        intercept: One for all sites, or one for each site, which stays there. A site whose outcomes
+            have a single level then has no information and is left out.
+        errors: Standard errors by the `model`; by the `sandwich` of rows' scores (HC0), for
+            independent rows and a wrong model; or by `site`, from the scores of at least three
+            sites, with the correction for few (CR2) and Bell and McCaffrey's degrees of freedom,
+            `df` in the table. None takes the model's, and the sandwich under probability weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
-            as 2.5, which keeps them finite where an outcome is separated; the prior of intercepts
-            has 10. With it the fit has an `evidence`. Not for `gaussian`.
-        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+            such as 2.5, which keeps them finite if an outcome is separated; intercepts have a prior
+            with 10. The fit then has an `evidence`. Not for `gaussian`.
+        aggregation: How the sites' answers are added, such as `SecureSum()`; None adds them openly.
 
     Raises:
         ValueError: An outcome is outside the family's range, a column is constant, columns are
-            linearly dependent, the outcome is separated by some, or counts vary no more than
-            Poisson's; by `site`, there are two sites, or one alone says something of a coefficient.
-
-    Warns:
-        UserWarning: Counts hardly vary more than Poisson's.
+            linearly dependent, some separate the outcome, or counts vary no more than Poisson's;
+            with `errors="site"`, there are two sites, or one alone informs a coefficient.
 
     Example:
         >>> import pandas as pd
@@ -525,7 +515,7 @@ def regression(
     sites, kept = asked.sites, asked.sites.names
     if not kept:
         told = "; ".join(f"{name}, {why}" for name, why in asked.left_out.items())
-        raise ValueError(f"no site says anything beyond its own intercept: {told}")
+        raise ValueError(f"no site has information beyond its own intercept: {told}")
     errors = chosen_errors(sites, errors, prior)
     rule = FAMILIES[family]
     survey = Likelihood(
@@ -553,33 +543,25 @@ def regression(
         raise ValueError(
             separation(theta.abs(), names)
             if family == "binomial"
-            else "all outcomes of some rows are 1, and their probability becomes 1, where the log "
-            "link ends: leave out the terms that separate them, or take family='poisson' with "
+            else "all outcomes of some rows are 1, and their probability becomes 1, the end of the "
+            "log link: leave out the terms that separate them, or take family='poisson' with "
             "errors='sandwich', whose coefficients are logarithms of risk ratios, too"
         )
     if family == "negative_binomial" and state["hessian"][-1, -1] < FLAT:
         raise ValueError(
-            "counts vary no more than Poisson's, so that alpha is 0: take family='poisson'"
+            "counts vary no more than Poisson's, so alpha is 0: take family='poisson'"
         )
     bread = covariance = inverse(state, names)
-    if family == "negative_binomial" and bread[-1, -1] > 1:  # alpha is below its standard error
-        warn(
-            f"counts hardly vary more than Poisson's: alpha is {float(theta[-1].exp()):.2g} "
-            f"and its error {float(theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
-            "family='poisson'"
-        )
     penalty = (survey.strength() * theta**2).sum() / 2 + state.get("penalty", 0.0)
     loss = plain = least - float(penalty)
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - free
-        if degrees <= 0:
+        if degrees <= 0 or least <= 0:
             raise ValueError(
-                f"{n:g} rows, each as often as it counts, are too few for the errors of "
-                f"{free} coefficients: leave terms out"
+                f"{free} coefficients of {n:g} rows leave no residuals of {outcome!r}, so there "
+                "are no standard errors: leave terms out"
             )
-        if least <= 0:
-            raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
         variance = 2 * least / degrees
         covariance = covariance * variance
         loss = n / 2 * (math.log(2 * math.pi * 2 * least / n) + 1) + n * math.log(unit)
@@ -587,7 +569,7 @@ def regression(
     change = torch.nn.functional.pad(1 / scale, (first, len(rule.own)), value=1.0).diag()
     change[:first, first : first + len(scale)] = -centre / scale
     if errors == "sandwich":
-        meat = asked.conduct(Meat(survey, state))["meat"]
+        meat = asked.conduct(Meat(survey, at=state))["meat"]
         covariance, degrees = bread @ meat @ bread, None
     if errors == "site":
         covariance, degrees = _by_site(asked, survey, state, bread, change, names)
@@ -597,7 +579,7 @@ def regression(
     if per_site and isinstance(sites, Tables) and asked.through is None:
         own = {site.name: survey.own_intercept(state, site) for site in sites.sites}
     elif per_site:
-        asked.conduct(OwnIntercept(survey, state | {"estimate": estimate}, names))
+        asked.conduct(OwnIntercept(survey, names, at=state | {"estimate": estimate}))
 
     def predict(frame: Any, site: Any) -> Tensor:
         if per_site and site not in own:
@@ -651,22 +633,22 @@ def _by_site(
     change: Tensor,
     names: Sequence[str],
 ) -> tuple[Tensor, Tensor]:
-    """Return the covariance by sites [q, q], of standardised columns, and the degrees of freedom of
-    each coefficient [q], of columns as they are; see `SiteMeat`.
+    """Return the covariance by sites [q, q], for standardised columns, and the degrees of freedom
+    of each coefficient [q], for the original columns; see `SiteMeat`.
 
     Raises:
-        ValueError: Only one site says something of a coefficient.
+        ValueError: A single site alone informs a coefficient.
     """
     root = torch.linalg.cholesky(bread)
-    found = asked.conduct(SiteMeat(survey, state | {"root": root, "v": change @ root}))
+    found = asked.conduct(SiteMeat(survey, at=state | {"root": root, "v": change @ root}))
     refuse_alone(found["alone"], names)
     square = found["square"] + found["outer"].square().sum((1, 2))
     return root @ found["meat"] @ root.T, found["trace"].square() / square
 
 
 def _silent(family: str, rows: Mapping[str, float], events: Mapping[str, float]) -> dict[str, str]:
-    """Return the sites whose outcome has one level only, of which an own intercept makes all that
-    they say, and why.
+    """Return the sites whose outcome has a single level, with the reason: their own intercept
+    absorbs all information.
     """
     none = {name: "none of its {:g} rows has an event" for name in rows if not events[name]}
     full = {
@@ -679,8 +661,8 @@ def _silent(family: str, rows: Mapping[str, float], events: Mapping[str, float])
 
 
 def _evidence(survey: Likelihood, state: Tensors, sites: int) -> float:
-    """Return Laplace's log marginal likelihood under the prior, in nats: of the parameters of the
-    family's own, which have none, under a density of 1.
+    """Return Laplace's log marginal likelihood under the prior, in nats. The family's own
+    parameters have no prior; their density is set to 1.
     """
     strength = survey.strength()
     density = strength[strength > 0].log().sum() / 2

@@ -1,16 +1,16 @@
-"""Hierarchies: groups whose own effects are integrated out where their rows are.
+"""Hierarchies: a site integrates out the effects of its groups.
 
 A group's linear predictor is X beta + Z L u, with effects u ~ N(0, I) and a root L of their
-covariance. The first effects may be common to all groups, as those of a hospital are to its wards;
-the others are each group's own. The marginal likelihood is an integral over all u: by Laplace's
+covariance. The first effects may be common to all groups, like a hospital's to its wards; the
+others are each group's own. The marginal likelihood is an integral over all u. Laplace's
 approximation around the minimum of
 
     f(u) = sum of losses + |u|^2 / 2,      log m = -f(u^) - log |Hessian of f| / 2,
 
-which is exact for normal outcomes; of one effect by Gauss-Hermite quadrature around the same
-minimum. Groups' own effects depend on each other through the common ones alone, so that Newton's
-steps and determinants eliminate them group by group. The design may be anything, as the features of
-a network's last layer; leading dimensions are draws of phi.
+is exact for normal outcomes. For other outcomes and one effect it is Gauss-Hermite quadrature
+around the same minimum. Groups' own effects depend on each other only through the common ones, so
+Newton's steps and determinants eliminate them group by group. The design may be any matrix; leading
+dimensions are draws of phi.
 """
 
 import math
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from bayesfl.stats.density.integral import spread
 from bayesfl.stats.families import Family
 
 NODES = 15
@@ -36,8 +37,8 @@ class Groups:
         x: The design of shared coefficients, [G, m, p].
         z: The design of effects, [G, m, r].
         y: Outcomes, [G, m].
-        weights: How often a row counts, [G, m]; 0 for padding.
-        offset: What is added to the linear predictor, [G, m].
+        weights: The rows' weights, [G, m]; 0 for padding.
+        offset: Offsets of the linear predictor, [G, m].
         common: Number of effects, the first ones, that all groups have in common.
     """
 
@@ -76,8 +77,8 @@ class Groups:
 
     @property
     def share(self) -> Tensor:
-        """Return how much of each effect's prior is a group's, [r], so that groups add up to all:
-        1 of its own effects, an equal share of common ones.
+        """Return a group's share of each effect's prior, [r]: 1 for its own effects, an equal share
+        of common ones.
         """
         share = torch.ones(self.z.shape[-1], dtype=self.z.dtype)
         share[: self.common] /= len(self.z)
@@ -100,9 +101,7 @@ class Phi:
 
 
 def _predictors(groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
-    """Return linear predictors without effects [..., G, m] and what these multiply
-    [..., G, m, r].
-    """
+    """Return linear predictors without effects [..., G, m] and the design of u [..., G, m, r]."""
     fixed = torch.einsum("gmp,...p->...gm", groups.x, phi.beta) + groups.offset
     return fixed, groups.z @ phi.root.unsqueeze(-3)
 
@@ -111,7 +110,7 @@ def _at(
     family: Family, groups: Groups, phi: Phi, fixed: Tensor, z: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each group's part of f [..., G], of its slope [..., G, r] and of its Hessian
-    [..., G, r, r] at u [..., G, r]; f summed to [..., 1] where groups have effects in common.
+    [..., G, r, r] at u [..., G, r]; f is summed to [..., 1] if groups have common effects.
     """
     eta = (fixed + (z * u[..., None, :]).sum(-1)).clamp(max=family.largest)
     pieces = family.pieces(eta, groups.y, phi.own)
@@ -123,8 +122,9 @@ def _at(
 
 
 def _eliminated(hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return what is left of the first entries' Hessian, summed over groups, when each group's
-    others are eliminated, [..., first, first], and how these follow the first, [..., G, r, first].
+    """Return the Schur complement of the first entries' Hessian, summed over groups,
+    [..., first, first], and the derivative of the others by the first, negated,
+    [..., G, r, first].
 
     Args:
         hessian: The groups' parts, [..., G, first + r, first + r].
@@ -136,8 +136,8 @@ def _eliminated(hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _step(groups: Groups, slope: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Newton's step [..., G, r], by the parts of `_at`, and the log determinant of the
-    Hessian, by group [..., G], or [..., 1] of all where these have effects in common.
+    """Return Newton's step [..., G, r] from the parts of `_at`, and the log determinant of the
+    Hessian: by group [..., G], or of all [..., 1] if these have common effects.
     """
     s = groups.common
     inner = hessian[..., s:, s:]
@@ -155,8 +155,7 @@ def _step(groups: Groups, slope: Tensor, hessian: Tensor) -> tuple[Tensor, Tenso
 
 def modes(family: Family, groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
     """Return the effects u^ [..., G, r] that minimise f, common ones the same for each group, and
-    the groups' parts of its Hessian there [..., G, r, r], by Newton's steps, each halved where f
-    rose.
+    the groups' parts of its Hessian there [..., G, r, r], by Newton's steps, halved if f rises.
 
     Args:
         family: The family of the outcomes.
@@ -172,7 +171,7 @@ def modes(family: Family, groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
             move = _step(groups, slope, hessian)[0]
             promised = (move * slope).sum(-1)
             left = promised.sum(-1) if groups.common else promised
-            # Steps that end in rounding promise no less than those before.
+            # Converged, or limited by rounding: the expected decrease no longer falls.
             if bool(((left < 1e-20) | ((left < 1e-10) & (left > before / 4))).all()):
                 break
             before = left
@@ -198,20 +197,14 @@ def drawn(groups: Groups, u: Tensor, hessian: Tensor, noise: Tensor) -> Tensor:
     """
     s = groups.common
     left, follow = _eliminated(hessian, s)
-    common, own = _spread(left, noise[..., 0, :s])[..., None, :], noise[..., s:]
-    own = _spread(hessian[..., s:, s:], own) - (follow @ common[..., None])[..., 0]
+    common, own = spread(left, noise[..., 0, :s])[..., None, :], noise[..., s:]
+    own = spread(hessian[..., s:, s:], own) - (follow @ common[..., None])[..., 0]
     return u + torch.cat([common.expand(*own.shape[:-1], s), own], -1)
 
 
-def _spread(precision: Tensor, noise: Tensor) -> Tensor:
-    """Return noise [..., r] with the inverse of a precision [..., r, r] as covariance."""
-    lower = torch.linalg.cholesky(precision)  # with L L' the precision, L'^-1 noise has it
-    return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
-
-
 def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
-    """Return the log marginal likelihood of each group, [..., G] in nats, or [..., 1] of all where
-    these have effects in common; it can be differentiated twice by phi.
+    """Return the log marginal likelihood of each group, [..., G] in nats, or of all, [..., 1], if
+    these have common effects. It can be differentiated twice by phi.
 
     Args:
         family: The family of the outcomes.
@@ -223,8 +216,8 @@ def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
     if u.shape[-1] == 1 and family.own != ("log sigma",):
         return _quadrature(family, groups, phi, fixed, z, u, hessian)
     if phi.beta.requires_grad:
-        # Two steps of Newton's at the minimum change nothing but make its derivatives right: the
-        # first step the first ones, the second step the second ones.
+        # Two of Newton's steps at the minimum do not move it but make its derivatives right: the
+        # first step the first derivatives, the second step the second ones.
         for _ in range(2):
             _, slope, hessian = _at(family, groups, phi, fixed, z, u)
             u = u - _step(groups, slope, hessian)[0]
@@ -241,8 +234,8 @@ def _quadrature(
     u: Tensor,
     hessian: Tensor,
 ) -> Tensor:
-    """Return the log of the integral over one effect, by nodes around its mode, which stay where
-    they are under derivatives.
+    """Return the log of the integral over one effect, by nodes around its mode, which derivatives
+    treat as constants.
     """
     roots, masses = (torch.from_numpy(t) for t in np.polynomial.hermite.hermgauss(NODES))
     spread = math.sqrt(2) * hessian[..., 0, 0].rsqrt()
@@ -287,5 +280,5 @@ def information(groups: Groups, phi: Phi) -> Tensor:
     weights = groups.weights * torch.exp(-2 * phi.own[0])
     prior = torch.cat([groups.share.new_zeros(p), groups.share])
     left, _ = _eliminated(z.mT @ (weights[..., None] * z) + prior.diag(), p + groups.common)
-    # All groups are one to what they have in common.
+    # One group eliminates the common effects.
     return _eliminated(left[None], p)[0]

@@ -1,18 +1,17 @@
-"""Mixed models over sites, whose intervals are true: effects of each site's own are integrated out
-at the site, and the federation's parameters by one question.
+"""Mixed models over sites. Each site integrates its own effects out, and one question integrates
+the federation's parameters.
 
-A site's coefficients are beta + L u with u ~ N(0, I), and the covariance L L' is any, or diagonal;
-groups within a site, as wards, may have effects beside its own, see `bayesfl.stats.hierarchy`.
-L has the standard deviations tau and the Cholesky factor of the correlations, which are made of
-canonical partial correlations, tanh of any numbers. Newton's steps on the sum of the sites' log
-marginal likelihoods find the mode of phi = (beta, log tau, these numbers, the family's own) under
-half-normal priors of tau and an LKJ(1) prior of the correlations. Then all sites answer, for the
-same K draws of phi around that mode (`bayesfl.posteriors.importance`), their log marginal
-likelihoods, which add up; the ratios of sum and density are the draws' weights. Each site keeps,
-for each draw, what it says of its own effects, so that draws of these have the uncertainty of phi
-in them. With tau set to its estimate instead, intervals would be too short, most of all where that
-is near 0. That estimate stands beside the posterior all the same, to be compared with other
-programs'.
+A site's coefficients are beta + L u with u ~ N(0, I). The covariance L L' is unstructured or
+diagonal. Groups within a site, such as wards, may have further effects, see
+`bayesfl.stats.hierarchy`. L is made of the standard deviations tau and the Cholesky factor of the
+correlations, whose canonical partial correlations are tanh of real numbers. Newton's steps on the
+sum of the sites' log marginal likelihoods find the mode of phi = (beta, log tau, these numbers, the
+family's own) under half-normal priors of tau and an LKJ(1) prior of the correlations. Then all
+sites answer their log marginal likelihoods at the same K draws of phi around that mode
+(`bayesfl.posteriors.importance`). The ratios of their sum and the draws' density are the weights.
+Each site draws its own effects at each draw of phi, so these include the uncertainty of phi. With
+tau fixed at its estimate, intervals would be too short, above all if it is near 0. The table shows
+that estimate beside the posterior, for comparison with other programs.
 
 Sources: Lewandowski, Kurowicka, Joe, "Generating random correlation matrices based on vines and
 extended onion method", J. Multivariate Analysis 100, 2009, section 2.4, for the prior of
@@ -45,6 +44,7 @@ from bayesfl.posteriors.importance import Proposal, Weighted, weighted
 from bayesfl.posteriors.linearised import symmetric_root
 from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
+    FromState,
     Kept,
     Questions,
     Sites,
@@ -64,14 +64,14 @@ from bayesfl.stats.tables import Site, Tables, offsets
 from bayesfl.stats.terms import column_of
 
 FAR = 1000.0
-"""Number of nats by which a draw that is left out is less likely than all others."""
+"""Log likelihood below all others, in nats, of a draw that is left out."""
 NUMBERS = 2**24
 """Maximum number of linear predictors in one computation."""
 MOST_MOVE = 2.0
 """Longest step of logarithms of standard deviations, and the like, towards the mode."""
 SMALL = 1e-6
-"""An estimate below this number of standard deviations of a normal outcome, or a coefficient of a
-standardised column, is 0."""
+"""Estimates of standard deviations below this value are 0, in units of a normal outcome's standard
+deviation and of standardised columns."""
 WHOLE = "(site)"
 """The name of a site as a whole among its groups."""
 
@@ -80,16 +80,16 @@ WHOLE = "(site)"
 class Hierarchy(SiteSurvey):
     """Hold the model that questions about a hierarchy share.
 
-    Columns are standardised, and normal outcomes in units of their standard deviation. The effect
-    of an intercept is the one at the columns' means where it may be correlated with those of
-    slopes, as the one at 0 follows from these; elsewhere it is the one at 0.
+    Columns are standardised, and normal outcomes are in units of their standard deviation. If the
+    intercept's effect may be correlated with those of slopes, it is the effect at the columns'
+    means; otherwise it is the effect at 0.
 
     Args:
         family: Name of the family.
         columns: Number p of columns of the design.
-        common: Places of a site's effects beside those of its groups, among intercept and columns,
-            0 the intercept; none where there are no groups.
-        effects: Places of the effects of each group, or of the site where there are none.
+        common: Places of a site's effects besides those of its groups, among intercept and columns,
+            0 for the intercept; empty without groups.
+        effects: Places of the effects of each group, or of the site without groups.
         group: Column whose values are groups within a site; None for the site itself.
         centre: Means of the columns.
         scale: Their standard deviations.
@@ -111,7 +111,7 @@ class Hierarchy(SiteSurvey):
 
     @property
     def rule(self) -> Family:
-        """Return the family; of normal outcomes with its own standard deviation."""
+        """Return the family; for normal outcomes the one with its own standard deviation."""
         return Normal() if self.family == "gaussian" else FAMILIES[self.family]
 
     @property
@@ -121,7 +121,7 @@ class Hierarchy(SiteSurvey):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return what has the effects of each level: sites, or the column of groups."""
+        """Return the name of each level: `site`, or the column of groups."""
         groups = () if self.group is None else (self.group,)
         return (("site",) if self.common or not groups else ()) + groups
 
@@ -140,13 +140,13 @@ class Hierarchy(SiteSurvey):
 
     @property
     def ends(self) -> list[int]:
-        """Return where each level's effects end among all effects."""
+        """Return the end of each level's effects among all effects."""
         return list(accumulate(map(len, self.levels)))
 
     @property
     def pairs(self) -> Tensor:
-        """Return the places of effects that may be correlated among all effects, rows and columns
-        below the diagonal of their covariance, [2, c].
+        """Return the pairs of effects that may be correlated, as rows and columns below the
+        diagonal of their covariance, [2, c].
         """
         level = torch.tensor([at for at, places in enumerate(self.levels) for _ in places])
         pairs = torch.tril_indices(len(level), len(level), -1)
@@ -155,8 +155,8 @@ class Hierarchy(SiteSurvey):
 
     @property
     def loads(self) -> Tensor:
-        """Return the matrix [1 + p, r] that makes coefficients of standardised columns of effects:
-        a slope's moves the intercept, unless that has an effect which may be correlated with it.
+        """Return the matrix [1 + p, r] from effects to coefficients of standardised columns: a
+        slope's effect moves the intercept, unless the two may be correlated.
         """
         found = []
         for places in self.levels:
@@ -168,15 +168,15 @@ class Hierarchy(SiteSurvey):
 
     @property
     def change(self) -> Tensor:
-        """Return the matrix [1 + p, 1 + p] that makes of coefficients of standardised outcomes and
-        columns those of outcomes and columns as they are, less their mean.
+        """Return the matrix [1 + p, 1 + p] from coefficients of standardised outcomes and columns
+        to those of the original ones, without the outcome's mean.
         """
         change = torch.cat([torch.ones(1, dtype=torch.float64), 1 / _row(self.scale)]).diag()
         change[0, 1:] = -_row(self.centre) / _row(self.scale)
         return self.unit * change
 
     def coefficients(self, beta: Tensor) -> Tensor:
-        """Return coefficients [..., 1 + p] of outcomes and columns as they are."""
+        """Return coefficients [..., 1 + p] of the original outcomes and columns."""
         return beta @ self.change.T + self.shift * torch.eye(1 + self.columns)[0]
 
     def design(self, site: Site) -> Tensor:
@@ -195,8 +195,8 @@ class Hierarchy(SiteSurvey):
         return Groups.of(x, x @ self.loads, y, site.weights, offset, group, len(self.common))
 
     def labels(self, site: Site) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """Return the group of each of a site's rows, [n] from 0, and the names of what has own
-        coefficients: of the site as a whole where it has effects beside groups, and of the groups.
+        """Return the group of each of a site's rows, [n] from 0, and the names of its parts with
+        own coefficients: the site as a whole, if it has effects besides its groups, and the groups.
 
         Raises:
             ValueError: The site has no such column, or a value is missing.
@@ -207,7 +207,7 @@ class Hierarchy(SiteSurvey):
         if missing := int((codes < 0).sum()):
             raise ValueError(
                 f"site {site.name!r} has {missing} rows without {self.group!r}; name it in "
-                "tables(also=...), which looks at missing values, or leave these rows out"
+                "tables(also=...), which checks for missing values, or leave these rows out"
             )
         return codes, (*([WHOLE] if self.common else []), *names.tolist())
 
@@ -220,8 +220,8 @@ class Hierarchy(SiteSurvey):
             yield site.weights * row_information(self.rule, eta, parts.own[..., 0])
 
     def phi(self, at: Tensor) -> Phi:
-        """Return the parameters by a vector [..., q] with the logarithms of standard deviations,
-        and partial correlations as numbers whose tanh they are.
+        """Return the parameters from a vector [..., q], which has the logarithms of standard
+        deviations and the atanh of partial correlations.
         """
         beta, sd, pairs, own = at.split(self.sizes, -1)
         rows, columns = self.pairs
@@ -231,9 +231,8 @@ class Hierarchy(SiteSurvey):
         return Phi(beta, root, own.movedim(-1, 0)[..., None, None])
 
     def root(self, log_sd: Tensor, below: Tensor) -> Tensor:
-        """Return the Cholesky factor of the effects' covariance, [..., r, r], by the logarithms of
-        standard deviations [..., r] and numbers below the diagonal whose tanh are partial
-        correlations.
+        """Return the Cholesky factor of the effects' covariance, [..., r, r], from the logarithms
+        of standard deviations [..., r] and the atanh of partial correlations below the diagonal.
 
         Row i of that of the correlations has tanh(z_ij) prod_{k < j} sech(z_ik) at j < i, and the
         product over all k < i at i.
@@ -243,18 +242,18 @@ class Hierarchy(SiteSurvey):
         return log_sd.exp()[..., None] * (below.tanh() + unit) * left[..., :-1]
 
     def log_prior(self, at: Tensor, scale: float) -> Tensor:
-        """Return the log density [...] of the numbers of `phi` [..., q], as far as they have a
-        prior: half-normal standard deviations, and LKJ(1) correlations.
+        """Return the log prior density [...] at a vector [..., q], see `phi`: half-normal standard
+        deviations and LKJ(1) correlations.
 
         Args:
-            at: The numbers.
+            at: The vector.
             scale: Standard deviation of the half-normal.
         """
         _, log_tau, pairs, _ = at.split(self.sizes, -1)
         constant = math.log(2) - math.log(scale) - math.log(2 * math.pi) / 2
         found = (log_tau - (log_tau.exp() / scale) ** 2 / 2 + constant).sum(-1)
-        # Of r effects a partial correlation given c is 2 Beta(b, b) - 1 with b = (r - c) / 2, where
-        # r - c - 1 are given as many.
+        # Of r effects, a partial correlation given c others is 2 Beta(b, b) - 1 with
+        # b = (r - c) / 2; r - c - 1 pairs have the same c.
         given = self.pairs[1]
         b = (1 + given.bincount()[given]).double() / 2
         log_cosh = torch.logaddexp(pairs, -pairs) - math.log(2)
@@ -276,7 +275,7 @@ class Climb(Hierarchy):
 
     Args:
         sites: Number of sites.
-        at: Where to begin, [q].
+        at: Start of the steps, [q].
     """
 
     sites: int = 0
@@ -292,8 +291,8 @@ class Climb(Hierarchy):
         return {"loss": (), "slope": (q,), "hessian": (q, q), "n_groups": (), "n_beyond": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return one site's share, and how many groups and how many rows beyond the dimensions of
-        their own effects it has; see `SiteSurvey`.
+        """Return one site's share, its number of groups, and its number of rows minus the rank of
+        the effects' design; see `SiteSurvey`.
         """
         groups = self.groups(site)
         value, slope, hessian = hierarchy.derivatives(self.rule, groups, self.phi, state["theta"])
@@ -307,22 +306,22 @@ class Climb(Hierarchy):
         return next(self.informations(state["theta"][None], site))
 
     def step(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return `newton.step`, shortened where it leads far in what is no coefficient.
+        """Return `newton.step`, shortened if parameters other than coefficients move far.
 
         Raises:
-            ValueError: Effects cannot be told from noise, or from each other.
+            ValueError: Effects cannot be separated from noise, or from each other.
         """
         groups, units = int(total["n_groups"]), self.sites if self.common else 1
         if not total["n_beyond"] and self.family != "poisson":
             raise ValueError(
-                f"no {self.kinds[-1]} has more rows than effects, so that these cannot be told "
+                f"no {self.kinds[-1]} has more rows than effects, so these cannot be separated "
                 "from noise: take fewer effects in random= or within=, or bf.stats.glm"
             )
         if groups <= units or units < len(self.levels):
             raise ValueError(
-                f"{groups} groups by {self.kinds[-1]!r} at {self.sites} sites do not tell how far "
-                "effects differ: they take two sites, and groups within a site two at some; leave "
-                "group= out, or take random=() for effects of groups alone, or bf.stats.glm"
+                f"{groups} groups by {self.kinds[-1]!r} at {self.sites} sites are too few to "
+                "estimate how effects differ: this needs two sites, and two groups at some site; "
+                "leave group= out, take random=() for effects of groups alone, or use bf.stats.glm"
             )
         after, done = newton.step(state, total["loss"], total["slope"], total["hessian"])
         move = after["theta"] - after["best"]
@@ -333,19 +332,19 @@ class Climb(Hierarchy):
 
 @dataclass(frozen=True)
 class Maximum(Climb):
-    """Find the maximum of the likelihood, of normal outcomes of the restricted one.
+    """Find the maximum of the likelihood, for normal outcomes of the restricted likelihood.
 
-    Its numbers are the entries of the effects' symmetric root L, of which a singular one is a root
-    like any other: there, at the boundary of covariances, the likelihood is level, and Newton's
-    steps find it. (A triangular root of a singular covariance is not unique.)
+    Its parameters are the entries of the effects' symmetric root L. At the boundary, where L is
+    singular, the likelihood is level in them, so Newton's steps find it. (A triangular root of a
+    singular covariance is not unique.)
 
     The restricted log likelihood is log m - log |A| / 2 + p log(2 pi) / 2 with the information A on
-    the coefficients. Its derivatives need those of A, and tr(C A'') with the inverse C of the
-    question before, which becomes that of A.
+    the coefficients. Its derivatives need those of A, and tr(C A'') with the inverse C of A at the
+    previous question, which converges to that of A.
     """
 
     def root(self, log_sd: Tensor, below: Tensor) -> Tensor:
-        """Return the root by its own entries."""
+        """Return the root from its own entries."""
         return log_sd.diag_embed() + below + below.mT
 
     @property
@@ -402,9 +401,9 @@ class Maximum(Climb):
 class Mode(Climb):
     """Find the mode under the prior, with the coefficients integrated over.
 
-    Given the others, coefficients have about the covariance W = E + M, where M is that of the mean
-    of all effects, and E the rest; log |W| / 2 is what their integral adds. Without it,
-    standard deviations at the mode are too small where sites are few.
+    Given the others, coefficients have about the covariance W = E + M, where M is the covariance of
+    the mean of all effects and E the rest. Their integral adds log |W| / 2. Without it, standard
+    deviations at the mode are too small for few sites.
 
     Args:
         prior: Standard deviation of the half-normal prior of the effects' standard deviations.
@@ -428,8 +427,8 @@ class Mode(Climb):
         return self.step(state, total | less)
 
     def given(self, psi: Tensor, groups: Tensor) -> Tensor:
-        """Return W [..., p, p] by what is no coefficient, [..., q - p], and the number of groups
-        [].
+        """Return W [..., p, p] from the parameters other than coefficients, [..., q - p], and the
+        number of groups [].
         """
         return torch.tensor(self.beside, dtype=torch.float64) + self.of_mean(psi, groups)
 
@@ -441,8 +440,8 @@ class Mode(Climb):
         return means @ means.mT
 
     def besides(self, information: Tensor, psi: Tensor, groups: Tensor) -> "Mode":
-        """Return the same with E by the information [p, p] on the coefficients, half of their
-        covariance at least; see `given`.
+        """Return the same with E from the information [p, p] on the coefficients, at least half of
+        their covariance; see `given`.
         """
         covariance = torch.linalg.inv(information)
         found = scipy.linalg.eigh(self.of_mean(psi, groups), (covariance + covariance.T) / 2)
@@ -453,28 +452,22 @@ class Mode(Climb):
 
 
 @dataclass(frozen=True)
-class Draws(Hierarchy):
+class Draws(FromState, Hierarchy):
     """Ask for the log marginal likelihood at K draws of phi.
 
-    At draws where a row weighs more than a site's policy allows, which are those far from the
-    others, the site answers that they are very unlikely.
+    If a row weighs more at a draw than a site's policy allows, as at draws far from the others, the
+    site answers a very low likelihood.
 
     Args:
-        at: The draws, [K, q].
+        at: The draws `phi`, [K, q].
     """
-
-    at: tuple[tuple[float, ...], ...] = ()
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the draws."""
-        return {"phi": torch.tensor(self.at, dtype=torch.float64)}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
         return {"log_likelihood": (len(state["phi"]),)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information at the draw where it is most even; see `SiteSurvey`."""
+        """Return each row's information at the draw with the most even one; see `SiteSurvey`."""
         least = [
             some[(some.amax(1) / some.sum(1)).nan_to_num(1.0).argmin()]
             for some in self.informations(state["phi"], site)
@@ -498,8 +491,8 @@ class Draws(Hierarchy):
 
 @dataclass(frozen=True)
 class Own(Kept, Hierarchy):
-    """Tell sites on other machines the draws of phi, by which each makes draws of its own
-    coefficients and keeps them.
+    """Send sites on other machines the draws of phi; each draws its own coefficients from these and
+    stores them.
 
     Args:
         at: The draws, [K, q].
@@ -514,7 +507,7 @@ class Own(Kept, Hierarchy):
     seed: int = 0
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
-        """Return draws of the site's own coefficients, of columns as they are, with a row for each
+        """Return draws of the site's own coefficients, of the original columns, with a row for each
         draw, or for each draw and group.
         """
         draws = self.draws(site, place).numpy()
@@ -524,8 +517,8 @@ class Own(Kept, Hierarchy):
         return found
 
     def draws(self, site: Site, place: int) -> Tensor:
-        """Return draws of the coefficients of outcomes and columns as they are, [S, n, 1 + p], of
-        the site as a whole where it has effects beside its groups', and of these: the normal
+        """Return draws of the coefficients of the original outcomes and columns, [S, n, 1 + p], of
+        the site as a whole, if it has effects besides its groups', and of the groups: by the normal
         approximation around the effects' modes at each draw of phi.
         """
         phi, chosen = torch.tensor(self.at, dtype=torch.float64), torch.tensor(self.chosen)
@@ -553,7 +546,7 @@ class Level:
         of: `site`, or the column of the groups.
         terms: Names of the coefficients that differ, [r].
         places: Their places among intercept and columns.
-        covariance: Draws of the effects' covariance, of outcomes and columns as they are,
+        covariance: Draws of the effects' covariance, for the original outcomes and columns,
             [S, r, r].
         estimate: Its maximum likelihood estimate, [r, r].
     """
@@ -583,21 +576,21 @@ class Mixed(Compared):
     """The posterior of a mixed model over sites; `print` shows its table.
 
     Args:
-        shared: Draws of the federation's coefficients, [S, 1 + p], of intercept and columns as
-            they are, `names`.
+        shared: Draws of the federation's coefficients, [S, 1 + p], of the intercept and the
+            original columns, `names`.
         levels: The effects, of sites and of groups.
         others: {name: draws [S]} of the family's own parameters, and of intraclass correlations:
             of two rows of a site, or group, at the columns' means; on the scale of the linear
-            predictor where outcomes are not normal.
-        estimate: {name: the maximum likelihood estimate} of what the table has; of normal outcomes
-            the restricted one, and 0 at the boundary.
+            predictor if outcomes are not normal.
+        estimate: {name: the maximum likelihood estimate} of the table's parameters; the restricted
+            one for normal outcomes, and 0 at the boundary.
         errors: {name: its standard error}, of coefficients, given the standard deviations.
-        own: {site: draws of its own coefficients [S, n, 1 + p]}, of sites on this machine, draw by
-            draw beside `shared`; others keep theirs.
-        groups: {site: names of what has these}: its groups, after `(site)` as a whole where it has
-            effects beside theirs; the site where it has no groups.
+        own: {site: draws of its own coefficients [S, n, 1 + p]}, for sites on this machine, paired
+            with the draws of `shared`; other sites store theirs.
+        groups: {site: names of its parts}: its groups, after `(site)` for the site as a whole, if
+            it has effects besides theirs; only the site, if it has no groups.
         effective: Effective number of the weighted draws.
-        k_hat: Pareto's k of their weights; below .7 their means can be relied on.
+        k_hat: Pareto's k of their weights; below .7 their means are reliable.
 
     Example:
         >>> import pandas as pd
@@ -622,11 +615,6 @@ class Mixed(Compared):
     link: Any
     design: Any
     offset: str | None
-
-    @property
-    def tau(self) -> Tensor:
-        """Return draws of the effects' standard deviations, [S, r], of all levels in turn."""
-        return torch.cat([t.covariance.diagonal(dim1=-2, dim2=-1) for t in self.levels], -1).sqrt()
 
     def table(self, level: float = 0.95) -> Any:
         """Return means, standard deviations and intervals as a data frame of pandas, and beside
@@ -657,8 +645,8 @@ class Mixed(Compared):
         return summaries(found, level)
 
     def _differing(self) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
-        """Yield sites' coefficients that differ, with their draws [S], of what: of the site, or
-        the site and group.
+        """Yield the coefficients with own effects: (the site, or the site and group), the name, and
+        the draws [S].
         """
         for site, draws in self.own.items():
             for at, group in enumerate(self.groups[site]):
@@ -696,7 +684,7 @@ class Mixed(Compared):
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the fit rests on, {what: value}, for a report."""
+        """Return the facts about the fit, {what: value}, for a report."""
         return {
             "effective draws": round(self.effective),
             "Pareto's k-hat": self.k_hat,
@@ -716,7 +704,7 @@ class Mixed(Compared):
             seed: Seed of the effects of a new site or group, which are drawn under tau.
 
         Raises:
-            ValueError: The site or the group is not on this machine.
+            ValueError: The site or the group is unknown on this machine.
         """
         own, new, rng = self.shared, self.levels, generator(seed, Purpose.POSTERIOR)
         names = () if site is None else self.groups.get(site, ())
@@ -750,24 +738,23 @@ def mixed(
     seed: int = 0,
     aggregation: Adder | None = None,
 ) -> Mixed:
-    """Fit a mixed model, in which sites have effects of their own, to the rows of all sites, and
-    return its posterior, with the maximum likelihood estimate beside it.
+    """Fit a mixed model with effects of each site to the rows of all sites. Return its posterior
+    and the maximum likelihood estimate.
 
     Args:
         sites: The sites, of `tables`.
         family: Of the outcome, as of `glm`.
         random: The coefficients that differ between sites: `1` for the intercept, names of columns
-            of the design for slopes. `["1", "days"]` is `(1 + days | site)` in lme4's words.
-        covariance: Of a site's effects, and of a group's: `unstructured`, or `diagonal`, where they
-            are independent for columns as they are, `(1 + days || site)`.
-        group: A column whose values are groups within a site, as wards or patients with several
-            rows, which differ beside the sites: `(1 | site/ward)`; `random=()` for groups alone.
-            None for no groups.
+            of the design for slopes. `["1", "days"]` is lme4's `(1 + days | site)`.
+        covariance: Of a site's effects, and of a group's: `unstructured`, or `diagonal` for effects
+            that are independent for the original columns, `(1 + days || site)`.
+        group: A column whose values are groups within a site, such as wards, or patients with
+            several rows, with effects besides those of sites: `(1 | site/ward)`; `random=()` for
+            groups alone. None for no groups.
         within: The coefficients that differ between groups, as in `random`.
         tau_scale: Standard deviation of the half-normal prior of the effects' standard deviations,
-            for standardised columns; times the outcome's, where that is `gaussian`. Correlations
-            have an LKJ(1) prior, likewise for standardised columns; those for columns as they are
-            follow.
+            for standardised columns; times the outcome's for `gaussian`. Correlations for
+            standardised columns have an LKJ(1) prior.
         draws: Number K of draws of the shared parameters, each a number that every site answers.
         seed: Seed of the draws.
         aggregation: As in `glm`.
@@ -775,8 +762,8 @@ def mixed(
     Raises:
         ValueError: A name in `random` or `within` is no column, an outcome is outside the family's
             range, a column is constant, some separate the outcome, k-hat stays above .7, rows have
-            probability weights, or effects cannot be told from noise or from each other: with one
-            row, or as many as effects, in each group, or one group in each site.
+            probability weights, or effects cannot be separated from noise or from each other:
+            no group has more rows than effects, or each site has one group.
 
     Example:
         >>> import numpy as np
@@ -817,7 +804,7 @@ def mixed(
         "shift": shift,
         "unit": unit,
     }
-    beside = torch.eye(1 + len(sites.columns)) / n  # about, as there is no better yet
+    beside = torch.eye(1 + len(sites.columns)) / n  # a first approximation
     survey = Mode(
         **model,
         sites=len(sites.names),
@@ -830,7 +817,7 @@ def mixed(
     at = (begin, *[0.0] * (p - 1), *[math.log(0.5)] * r, *[0.0] * (pairs + n_own))
     state = asked.conduct(replace(survey, at=at))
     theta = state["theta"]
-    # Of separated outcomes there is no posterior under a flat prior; it raises.
+    # Raises for separated outcomes, which have no posterior under a flat prior.
     inverse(
         {name: t[:p, :p] if t.dim() == 2 else t[:p] for name, t in state.items() if t.dim()}, names
     )
@@ -868,7 +855,7 @@ def mixed(
     for level in levels:
         estimate |= {name: float(t) for name, t in level.named(level.estimate).items()}
     errors = (survey.change @ torch.linalg.inv(known) @ survey.change.T).diagonal().sqrt()
-    # In units of the outcome as it is; the restricted one for columns as they are.
+    # For the original outcome; the restricted one for the original columns.
     in_unit = -n * math.log(unit)
     of_columns = (p * math.log(unit) - float(scale.log().sum())) * best.restricted
     return Mixed(
@@ -890,7 +877,7 @@ def mixed(
         k_hat=drawn.k_hat,
         evidence=drawn.evidence + in_unit + p * math.log(unit),
         parameters=survey.size,
-        # Coefficients are integrated over, so that those of other columns do not compare.
+        # Coefficients are integrated over, so fits with other columns do not compare.
         likelihood=f"a mixed model's of {getattr(sites, 'outcome', None) or 'outcome'!r}, "
         f"{rule.name}, by {[*sites.columns]}",
         further={"used rows": lambda key: used_rows(asked.again(), key)},
@@ -924,8 +911,8 @@ def _named(terms: Sequence[str], names: Sequence[str], option: str) -> tuple[int
     wanted = dict.fromkeys("(intercept)" if term == "1" else term for term in terms)
     if strangers := [term for term in wanted if term not in names]:
         raise ValueError(
-            f"{option}= names {strangers[0]!r}, which is no column of the design; take '1' or some "
-            f"of {list(names[1:])}"
+            f"{option}= names {strangers[0]!r}, which is no column of the design; take '1' or "
+            f"columns of {list(names[1:])}"
         )
     return tuple(names.index(term) for term in wanted)
 
@@ -974,7 +961,7 @@ def _integrated(
     survey = survey.besides(state["hessian"][:p, :p], state["theta"][p:], state["n_groups"])
 
     def value(phi: Tensor) -> Tensor:
-        total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
+        total = asked.conduct(Draws(**model, at={"phi": phi}))
         return total["log_likelihood"] + survey.log_prior(phi, survey.prior)
 
     def around(_: Any, centre: Tensor, covariance: Tensor) -> Proposal:

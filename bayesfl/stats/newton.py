@@ -6,14 +6,14 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 
 ENOUGH = 1e-10
-"""A minimum is found where a step promises less than this, in nats; it is taken, and one question
-more is asked, for the Hessian there."""
+"""Converged when the expected decrease of a step is below this value, in nats. That step is still
+taken, and one more question returns the Hessian there."""
 SURE = 1e-5
-"""A step that promises less than this, in nats, is within the range where Newton's steps converge;
-a rise after it is rounding, as of secure sums, and is no reason to halve it.
+"""Below this expected decrease, in nats, Newton's steps converge. A rise after such a step is
+rounding, for example of secure sums, and does not halve it.
 """
 ROUNDING = 1e-11
-"""A rise of this share of the sum is rounding."""
+"""Relative rise of the sum that counts as rounding."""
 
 
 def begin(start: Tensor) -> Tensors:
@@ -31,14 +31,13 @@ def begin(start: Tensor) -> Tensors:
 
 
 def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[Tensors, bool]:
-    """Return the next state by what the sites' sums are at `theta`, and whether it is the minimum.
+    """Return the next state from the sites' sums at `theta`, and whether it is the minimum.
 
-    Where the Hessian is not positive definite, the moduli of its eigenvalues take the place of
-    these.
+    If the Hessian is not positive definite, the moduli of its eigenvalues replace them.
 
     Args:
         state: The state, of `begin` or of the step before.
-        loss: The sum, in nats; infinite where theta is outside the model's range.
+        loss: The sum, in nats; infinite if theta is outside the model's range.
         slope: Its gradient, [q].
         hessian: Its Hessian, [q, q].
 
@@ -70,8 +69,8 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
 
 
 def eigen(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of a Hessian [q, q] in units of its parameters in which
-    its diagonal is 1 or -1, and the sizes of these, the roots of its diagonal, [q].
+    """Return eigenvalues and eigenvectors of a Hessian [q, q] in parameter units that make its
+    diagonal 1 or -1, and the roots of the original diagonal, [q].
     """
     size = hessian.diagonal().abs().sqrt()
     size = torch.where(size > 0, size, 1.0)

@@ -212,10 +212,8 @@ class Policy:
         """Return who has which of two values, or which level, in the site's columns and those that
         a question names.
         """
-        two = compress(_names(question.tables), site.has_two)
-        found = {
-            name: values == values.max() for name, values in zip(two, site.of_two.T, strict=True)
-        }
+        columns = zip(_names(question.tables), site.columns.T, site.has_two, strict=False)
+        found = {name: values == values.max() for name, values, two in columns if two}
         for name in _categories(site, question):
             levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
             found |= {
@@ -321,7 +319,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _rarest(site: "Site", question: Question) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
-    of_levels = [site.rarest(name) for name in _categories(site, question)]
+    of_levels = (site.value_counts(name).min() for name in _categories(site, question))
     return float(min(site.least_of_two, *of_levels, math.inf))
 
 
@@ -333,4 +331,9 @@ def _categories(site: "Site", question: Question) -> list[str]:
     found = {one.column for one in terms if hasattr(one, "levels")}
     named = question.named(site)
     found |= {getattr(part, "group", None) for part in question.parts} & named
-    return sorted(found | {name for name in named - found if site.is_category(name)})
+    return sorted(found | {name for name in named - found if _is_category(site, name)})
+
+
+def _is_category(site: "Site", name: str) -> bool:
+    """Return whether a column has two values or none that are numbers."""
+    return len(site.value_counts(name)) == 2 or site.frame[name].dtype.kind not in "iuf"

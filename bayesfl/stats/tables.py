@@ -50,7 +50,6 @@ class Site:
         weights: The rows' weights, [n]; 1 where there are none.
         dropped: Number of rows that were left out, as a value is missing, or as a policy does not
             count few new rows.
-        missing: How often each column of the design, and the outcome, was missing, p + 1.
         weighing: What the weights are.
         rows: A hash of the labels of its complete rows in the data frame that was given.
         policy: The rules of what it answers; None where it answers all that is asked.
@@ -64,7 +63,6 @@ class Site:
     offset: Tensor
     weights: Tensor
     dropped: int = 0
-    missing: tuple[int, ...] = ()
     weighing: Weighing = "none"
     rows: str = ""
     policy: Policy | None = None
@@ -112,15 +110,11 @@ class Site:
         low, high = self.columns.amin(0), self.columns.amax(0)
         return ((self.columns == low) | (self.columns == high)).all(0) & (low < high)
 
-    @property
-    def of_two(self) -> Tensor:
-        """Return those of `columns` that have two values, [n, k]."""
-        return self.columns[:, self.has_two]
-
     @cached_property
     def least_of_two(self) -> float:
         """Return how many rows have the rarer value of these; infinity where there are none."""
-        counts = (self.of_two == self.of_two.amax(0)).sum(0) if self.of_two.numel() else ()
+        two = self.columns[:, self.has_two]
+        counts = (two == two.amax(0)).sum(0) if two.numel() else ()
         return float(min((min(n, len(self.x) - n) for n in map(int, counts)), default=math.inf))
 
     def row_hashes(self, of: tuple[str, ...] | None = None) -> np.ndarray:
@@ -170,19 +164,11 @@ class Site:
             self.known["numbers", name] = torch.tensor(found)
         return self.known["numbers", name].clone()  # which the caller may write to
 
-    def is_category(self, name: str) -> bool:
-        """Return whether a column has two values or none that are numbers."""
-        if ("category", name) not in self.known:
-            values = self.frame[name]
-            found = values.nunique() == 2 or values.dtype.kind not in "iuf"
-            self.known["category", name] = found
-        return self.known["category", name]
-
-    def rarest(self, name: str) -> float:
-        """Return how many rows have the rarest value of a column."""
-        if ("rarest", name) not in self.known:
-            self.known["rarest", name] = self.frame[name].value_counts().min()
-        return self.known["rarest", name]
+    def value_counts(self, name: str) -> Any:
+        """Return how many rows have each value of a column, as a series of pandas."""
+        if ("counts", name) not in self.known:
+            self.known["counts", name] = self.frame[name].value_counts()
+        return self.known["counts", name]
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,7 +182,7 @@ class Tables:
         outcome: Name of the outcome; None where there is none.
         ids: The sites' numbers among all sites, [J].
         beside: Names of the columns that outcome, offset and weights are made of.
-        policy: What the sites answer, or {site: what it answers}; None for all that is asked.
+        policy: What the sites answer; None for all that is asked.
         offset: Name of the column of what is added to the linear predictor; None where there is
             none.
 
@@ -215,20 +201,19 @@ class Tables:
     outcome: str | None
     ids: np.ndarray
     beside: tuple[str, ...] = ()
-    policy: Policy | Mapping[str, Policy] | None = None
+    policy: Policy | None = None
     offset: str | None = None
     over = None
 
     def __post_init__(self) -> None:
-        given = self.policy
-        policies = dict.fromkeys(self.names, given) if isinstance(given, Policy) else given or {}
-        sites = []
-        for site in self.sites:
-            policy = policies.get(site.name)
-            if policy is not None and policy is not site.policy:
-                site = policy.ledger.settled(replace(site, policy=policy))
-            sites.append(site)
-        object.__setattr__(self, "sites", tuple(sites))
+        if (policy := self.policy) is not None:
+            sites = (
+                site
+                if site.policy is policy
+                else policy.ledger.settled(replace(site, policy=policy))
+                for site in self.sites
+            )
+            object.__setattr__(self, "sites", tuple(sites))
 
     def __repr__(self) -> str:
         told = ", ".join(
@@ -281,9 +266,8 @@ class Tables:
                     beyond[site.name] = rule
                 if site.policy is not None:
                     site.policy.keep(question, site)
-            for policy in {id(site.policy): site.policy for site in self.sites}.values():
-                if policy is not None:
-                    policy.ledger.drawn += drawn(shapes)  # one that sites share counts once
+            if self.policy is not None:
+                self.policy.ledger.drawn += drawn(shapes)
             return added(state, shapes)
 
         return put
@@ -309,7 +293,7 @@ def tables(
     probability_weights: str | None = None,
     also: Sequence[str] = (),
     missing: Literal["refuse", "complete"] = "refuse",
-    policy: Policy | Mapping[str, Policy] | None = None,
+    policy: Policy | None = None,
 ) -> Tables:
     """Make the tables of several sites, a row for each person, from data frames.
 
@@ -337,8 +321,8 @@ def tables(
         also: Further columns whose values may not be missing, as times, events and groups.
         missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
             leaves them out, and fits say how many at which site.
-        policy: What each site answers, or {site: what it answers}; None for all that is asked. Over
-            a network each node has its own.
+        policy: What each site answers; None for all that is asked. Over a network each node has its
+            own.
 
     Raises:
         ImportError: A formula is given, and formulaic is not installed.
@@ -364,10 +348,6 @@ def tables(
             "{'north': pandas.read_csv('north.csv')}"
         )
     frames = {name: pandas_of(frame) for name, frame in _by_text(frames).items()}
-    if isinstance(policy, Mapping):
-        policy = _by_text(policy)
-        if strangers := sorted({*policy} - {*frames}):
-            raise ValueError(f"policy= names {strangers[0]!r}; the sites are {sorted(frames)}")
     parts: tuple[Any, ...] = tuple(
         term if hasattr(term, "columns") else Number(str(term)) for term in terms
     )
@@ -417,8 +397,6 @@ def tables(
                 "sampling or treatment are probability_weights="
             )
         n = int(kept.sum())
-        lacking = np.isnan(x).sum(0).tolist()
-        lacking.append(int(np.isnan(given[outcome]).sum()) if outcome is not None else 0)
         sites.append(
             Site(
                 name=name,
@@ -428,7 +406,6 @@ def tables(
                 offset=found[offset] if offset else torch.zeros(n, dtype=torch.float64),
                 weights=found[weights] if weights else torch.ones(n, dtype=torch.float64),
                 dropped=int(absent.sum()),
-                missing=tuple(lacking),
                 weighing=weighing,
                 rows=sha256(repr(frame.index[kept].tolist()).encode()).hexdigest(),
             )

@@ -12,22 +12,21 @@ from bayesfl.base import archive
 from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.density.parameters import Parameter
 from bayesfl.stats.formulas import Formula
-from bayesfl.stats.survival.piecewise import Cut
 from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.terms import Levels, Number
 
 
 def known() -> dict[str, type]:
     """Return the classes that may be made, by name."""
-    parts = (Number, Levels, Formula, Parameter, Grid, Cut)
-    found: dict[str, type] = {one.__name__: one for one in parts}
-    waiting: list[type] = [SiteSurvey]
-    while waiting:
-        for one in waiting.pop().__subclasses__():
-            waiting.append(one)
-            if one.__module__.startswith("bayesfl.stats.") and not isabstract(one):
-                found[one.__name__] = one
-    return found
+    parts = (Number, Levels, Formula, Parameter, Grid)
+    surveys: list[type] = [SiteSurvey]
+    for one in surveys:
+        surveys += one.__subclasses__()
+    return {
+        one.__name__: one
+        for one in (*parts, *surveys)
+        if one.__module__.startswith("bayesfl.stats.") and not isabstract(one)
+    }
 
 
 def written(value: Any) -> str:

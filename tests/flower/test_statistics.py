@@ -164,7 +164,7 @@ def test_the_sheet_says_who_saw_what(tmp_path: Path):
     )
     said = str(fit.released)
     assert "they were sent over Flower, and the server saw each site's answers" in said
-    assert "100 log likelihoods at shared draws among them" in said
+    assert "Draws: log_likelihood [100]" in said
     sheet = json.loads(fit.released.to_json())
     assert sheet["questions"][0]["sites"] == NAMES
     assert [row["round"] for row in sheet["questions"]] == [*range(1, fit.questions + 1)]

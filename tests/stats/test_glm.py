@@ -177,7 +177,6 @@ def test_probability_weights(family: Any, unit: float):
     assert "under probability weights" in str(fit)
     for call, words in (
         (lambda: fit.aic, "AIC rests on the likelihood"),
-        (lambda: fit.bic, "BIC rests"),
         (lambda: fit.compare(fit), "AIC rests"),
         (lambda: fit.diagnostics(), "no diagnostics of this fit under probability weights"),
         (lambda: bf.stats.glm(given, family=family, errors="model"), "errors='model' rests"),
@@ -246,7 +245,7 @@ def test_weights_say_how_often_a_row_counts(family: Any, errors: Any, intercept:
         close(found.degrees, wanted.degrees, rtol=1e-7)
     close(found.estimate, wanted.estimate, rtol=0, atol=1e-8)
     close(found.covariance, wanted.covariance, rtol=1e-7, atol=1e-10)
-    for name in ("log_likelihood", "aic", "bic", "scale"):
+    for name in ("log_likelihood", "aic", "scale"):
         close(getattr(found, name), getattr(wanted, name), rtol=1e-9)
     if errors == "model":
         a, b = found.diagnostics(), wanted.diagnostics()
@@ -328,7 +327,7 @@ def test_a_constant_gaussian_outcome_is_named(aggregation: Any):
         site: frame.assign(score=float(n)) for n, (site, frame) in enumerate(frames().items())
     }
     given = bf.stats.tables(levels, outcome="score", terms=TERMS)
-    with pytest.raises(ValueError, match="nothing is left of the outcome 'score'"):
+    with pytest.raises(ValueError, match="no residuals of 'score'"):
         bf.stats.glm(given, **options, intercept="per_site")
 
 
@@ -338,7 +337,7 @@ def test_as_many_coefficients_as_rows_have_no_errors():
     rows = {"few": few, "more": frames()["west"].assign(x=frames()["west"]["age"])}
     given = bf.stats.tables(rows, outcome="score", terms=["x"])
     why = bf.stats.glm(given, family="gaussian").by_site("x").loc["few", "why"]
-    assert why == "2 rows, each as often as it counts, are too few for the errors of 2 coefficients"
+    assert why == "2 coefficients of 2 rows leave no residuals of 'score'"
 
 
 @pytest.mark.parametrize("intercept", ["shared", "per_site"])
@@ -503,16 +502,12 @@ def test_large_counts(n: int, mu: float, alpha: float, slope: float):
 
 
 def test_counts_that_vary_as_poissons():
-    """No estimate of alpha; where it is within its error, a warning."""
-    for seed, varies in ((0, False), (3, False), (2, True)):
+    """No estimate of alpha."""
+    for seed in (0, 3):
         rng = np.random.default_rng(0)
         rows = pd.DataFrame({"x": rng.normal(size=90)})
         rows["y"] = np.random.default_rng(seed).poisson(5, 90)
         given = bf.stats.tables({"a": rows[:45], "b": rows[45:]}, outcome="y", terms=["x"])
-        if varies:
-            with pytest.warns(UserWarning, match="hardly vary more than Poisson's"):
-                bf.stats.glm(given, family="negative_binomial")
-            continue
         with pytest.raises(ValueError, match=r"no more than Poisson's.*family='poisson'"):
             bf.stats.glm(given, family="negative_binomial")
 

@@ -229,7 +229,7 @@ def test_mixed_models_of_the_same_columns_compare(line: Mixed):
     assert ratio > 10
     for fit in (line, level):  # of a new site, on day 0
         new = fit.predict(rows[:1])[:, 0] - fit.shared[:, 0]
-        close((new / fit.tau[:, 0]).std(), 1.0, rtol=0.05)
+        close((new / fit.levels[0].covariance[:, 0, 0].sqrt()).std(), 1.0, rtol=0.05)
     others = by_site(rows, terms=[]), by_site(rows[1:])
     for other, said in zip(others, ("of other things", "of other rows of"), strict=True):
         with pytest.raises(ValueError, match=said):
@@ -418,7 +418,7 @@ def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables):
     axes = [torch.linspace(*ends, steps) for ends, steps in (((-1, 3), 41), ((-6, 2), 81))]
     axes = [*axes, torch.linspace(-0.8, 0.8, 41)]
     grid = torch.cartesian_prod(*axes).double()
-    survey = Draws("gaussian", 0, (), (0,), None, (), (), at=tuple(map(tuple, grid.tolist())))
+    survey = Draws("gaussian", 0, (), (0,), None, (), (), at={"phi": grid})
     logs = Questions(plain).conduct(survey)["log_likelihood"] + survey.log_prior(grid, unit)
     cell = np.prod([float(axis[1] - axis[0]) for axis in axes])
     close(fit.evidence, float(logs.logsumexp(0)) + np.log(cell), rtol=0, atol=0.05)
@@ -451,7 +451,8 @@ def test_few_sites_whose_intercepts_hardly_differ(seed: int):
     low, high = np.quantile(intercept, [0.05, 0.95])
     close(found.loc["(intercept)", ["5 %", "95 %"]].astype(float), [low, high], atol=0.25 * sd)
     above = np.quantile(tau[places], [0.5, 0.95])
-    close(np.quantile(fit.tau.numpy(), [0.5, 0.95]), above, rtol=0.25)
+    taus = fit.levels[0].covariance.flatten().sqrt().numpy()
+    close(np.quantile(taus, [0.5, 0.95]), above, rtol=0.25)
 
 
 def test_separated_outcomes_have_no_posterior():

@@ -163,9 +163,6 @@ def test_sites_of_one_name_are_refused(names: Any):
     rows = {8: two()["south"], **dict.fromkeys(names, two()["north"])}
     with pytest.raises(ValueError, match=re.escape(told)):
         bf.stats.tables(rows, terms=["age"])
-    policies = dict.fromkeys(names, bf.stats.Policy())
-    with pytest.raises(ValueError, match=re.escape(told)):
-        bf.stats.tables({str(names[0]): two()["north"]}, terms=["age"], policy=policies)
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,9 @@ class Curved:
     def spread(self, noise: Tensor) -> Tensor:
         """Return standard normal noise [..., M, d] with H^-1 as covariance."""
         common, own = self.parts.split(noise)
-        common = _spread(self.left.unsqueeze(-3), common)
+        common = spread(self.left.unsqueeze(-3), common)
         follow = self.follow.unsqueeze(-4) @ common[..., None, :, None]
-        own = _spread(self.inner.unsqueeze(-4), own) - follow[..., 0]
+        own = spread(self.inner.unsqueeze(-4), own) - follow[..., 0]
         return self.parts.joined(common, own)
 
 
@@ -235,7 +235,8 @@ def _log_volume(block: Tensor) -> Tensor:
     return torch.where(failed == 0, found, torch.nan)
 
 
-def _spread(precision: Tensor, noise: Tensor) -> Tensor:
+def spread(precision: Tensor, noise: Tensor) -> Tensor:
+    """Return noise [..., r] with the inverse of a precision [..., r, r] as covariance."""
     lower = torch.linalg.cholesky_ex(precision)[0]  # with L L' the precision, L'^-1 noise has it
     return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
 

@@ -86,7 +86,7 @@ def site_of(name: str, rows: Any, local: Local) -> Site:
 def tables_of(
     sites: Mapping[str, Site],
     parameters: Sequence[Parameter],
-    policy: Policy | Mapping[str, Policy] | None,
+    policy: Policy | None,
 ) -> Tables:
     """Return sites whose terms are the parameters that they share."""
     columns = tuple(name for one in parameters for name in one.columns)
@@ -192,21 +192,16 @@ def _by_differences(
 
     def density(phi: Tensor, z: Tensor) -> Tensor:
         values, log_jacobian = vmap(partial(constrained, own))(z)
-        theirs = _arrays(values)
-        ours = _arrays(vmap(partial(constrained, shared))(phi)[0])
-        found = [_one(log_density(_at(ours, k), _at(theirs, k), rows)) for k in range(len(phi))]
+        ours = vmap(partial(constrained, shared))(phi)[0]
+        found = [_one(log_density(_at(ours, k), _at(values, k), rows)) for k in range(len(phi))]
         return torch.tensor(found, dtype=torch.float64) + log_jacobian
 
     density(begin[None], middle[None])
     return Local(Differences(density, Parts.whole(len(middle)), middle[None]), own, begin, _flat)
 
 
-def _arrays(values: Tensors) -> dict[str, np.ndarray]:
-    return {name: t.numpy() for name, t in values.items()}
-
-
-def _at(values: dict[str, np.ndarray], k: int) -> dict[str, Any]:
-    return {name: t[k] for name, t in values.items()}
+def _at(values: Tensors, k: int) -> dict[str, Any]:
+    return {name: t.numpy()[k] for name, t in values.items()}
 
 
 def _zeros(parameters: Sequence[Parameter]) -> Tensor:
@@ -221,7 +216,7 @@ def densities(
     shared: Mapping[str, Range],
     local: Mapping[str, Range] | None = None,
     derivatives: Literal["autograd", "differences"] = "autograd",
-    policy: Policy | Mapping[str, Policy] | None = None,
+    policy: Policy | None = None,
 ) -> Tables:
     """Make the sites of a log density, as `tables` does of a table: for `posterior`, and for a
     node's own app.

@@ -290,7 +290,7 @@ class Posterior(Refits):
         return found
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the fit rests on, {what: value}, for a report."""
+        """Return the facts about the fit, {what: value}, for a report."""
         worst = max(self.integrals, key=lambda site: self.integrals[site])
         return {
             "effective draws": round(self.effective),
@@ -353,7 +353,7 @@ def fitted(
             return log_jacobian + prior(values).reshape(())
 
     def target(phi: Tensor, order: int) -> list[Tensor]:
-        told = asked.conduct(Marginals(j, q, order, {"phi": phi}))
+        told = asked.conduct(Marginals(j, q, order, at={"phi": phi}))
         of = (ours, grad(ours), bent(ours))[: order + 1]
         return [
             told[name] + vmap(one)(phi).detach()
@@ -382,7 +382,7 @@ def fitted(
     phi = drawn.phi[drawn.chosen()]
     if exact:
         phi = chains(target, phi[:CHAINS], torch.cov(phi.T).reshape(q, q), seed)
-    integrals = asked.conduct(OwnDraws(j, seed, {"phi": phi}))["k_hat"]
+    integrals = asked.conduct(OwnDraws(j, seed, at={"phi": phi}))["k_hat"]
     found, _ = vmap(lambda one: constrained(parameters, one))(phi)
     here: Any = sites.sites if isinstance(sites, Tables) else ()
     return Posterior(

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.surveys import NotNegativePerClient, PerClient
-from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.asking import FromState, SiteSurvey, slot
 from bayesfl.stats.density.integral import bent
 from bayesfl.stats.density.local import Batch, batches
 from bayesfl.stats.density.parameters import entries
@@ -80,19 +80,15 @@ class Begin(SiteSurvey):
         """Return one site's; see `SiteSurvey`."""
         local = site.local
         at = generator(0, Purpose.POSTERIOR).standard_normal((2, self.size))
-        told = {
-            "begin": local.begin,
-            "prior": vmap(local.prior)(torch.from_numpy(at)),
-            "rows": torch.tensor(float(len(site.x))),
+        return {
+            "begin": slot(local.begin, place, self.sites),
+            "prior": slot(vmap(local.prior)(torch.from_numpy(at)), place, self.sites),
+            "rows": slot(len(site.x), place, self.sites),
         }
-        found = {name: t.new_zeros(self.sites, *t.shape) for name, t in told.items()}
-        for name, t in told.items():
-            found[name][place] = t
-        return found
 
 
 @dataclass(frozen=True)
-class Marginals(BatchSurvey):
+class Marginals(FromState, BatchSurvey):
     """Ask for the log marginal likelihood, with an equal share of the log prior, at N shared
     vectors, and for its slopes and Hessians by them.
 
@@ -107,11 +103,6 @@ class Marginals(BatchSurvey):
     sites: int
     size: int
     order: int = 0
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the vectors."""
-        return dict(self.at)
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -143,7 +134,7 @@ class Marginals(BatchSurvey):
 
 
 @dataclass(frozen=True)
-class OwnDraws(BatchSurvey):
+class OwnDraws(FromState, BatchSurvey):
     """Send sites draws of the shared parameters, for each of which a site draws its own and keeps
     them; ask how far the integral can be relied on.
 
@@ -155,11 +146,6 @@ class OwnDraws(BatchSurvey):
 
     sites: int
     seed: int = 0
-    at: Tensors = field(default_factory=dict, compare=False, repr=False)
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the draws."""
-        return dict(self.at)
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -167,10 +153,8 @@ class OwnDraws(BatchSurvey):
 
     def of_batch(self, state: Tensors, batch: Batch, places: np.ndarray) -> Tensors:
         """Return Pareto's k-hat of each site's weights; see `BatchSurvey`."""
-        told = torch.tensor(batch.k_hats(state["phi"].mean(0), self.seed), dtype=torch.float64)
-        found = torch.zeros(len(told), self.sites, dtype=torch.float64)
-        found[torch.arange(len(told)), places] = told
-        return {"k_hat": found}
+        k_hats = zip(batch.k_hats(state["phi"].mean(0), self.seed), places, strict=True)
+        return {"k_hat": torch.stack([slot(k_hat, place, self.sites) for k_hat, place in k_hats])}
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return the draws of the site's own parameters, a row each."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas
@@ -22,7 +22,6 @@ from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import entries, followed
 from bayesfl.stats.tables import Site
 
-Scale = Literal["log", "identity", "rank"]
 FINE = 500
 """Number of bins in which scores are counted before they get their quantiles."""
 ROUNDS = 4
@@ -33,15 +32,13 @@ QUANTILES = 50
 
 @dataclass(frozen=True)
 class Schoenfeld(AfterFit):
-    """Ask for the mean of a function g of time over events; then for its squares about this, and
-    for the sums of Schoenfeld's residuals times what g has beyond it.
+    """Ask for the mean of g, the logarithm of time, over events; then for its squares about this,
+    and for the sums of Schoenfeld's residuals times what g has beyond it.
 
     Args:
-        scale: What g is: the `log` of time, time itself (`identity`), or the `rank` of events.
         unit: The time that is 1, so that sums are of moderate size.
     """
 
-    scale: Scale = "log"
     unit: float = 1.0
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
@@ -56,7 +53,8 @@ class Schoenfeld(AfterFit):
         baseline = self.likelihood.baseline(state, rows)
         died = rows.events
         residual = rows.design[died] - baseline["mean"][rows.place[died]]
-        w, g = rows.weights[died], self.function(site, rows, baseline["weight"])[died]
+        ends = torch.tensor(self.likelihood.grid_at(site).ends, dtype=torch.float64)
+        w, g = rows.weights[died], (ends[rows.last] / self.unit).log()[died]
         if "g" not in state:
             return {"events": w.sum(), "g": w @ g}
         g = g - state["g"]
@@ -67,18 +65,6 @@ class Schoenfeld(AfterFit):
         if "g" in state:
             return state | total, True
         return state | {"events": total["events"], "g": total["g"] / total["events"]}, False
-
-    def function(self, site: Site, rows: efron.Rows, events: Tensor) -> Tensor:
-        """Return g at the last time of each of a site's rows, [n], by the numbers of events at the
-        times of its baseline, [S T].
-        """
-        if self.scale == "rank":
-            events = events.unflatten(0, (-1, rows.times)).sum(0)
-            rank = events.cumsum(0) - (events - 1) / 2
-            return (rank / events.sum())[rows.last]
-        ends = torch.tensor(self.likelihood.grid_at(site).ends, dtype=torch.float64)
-        times = ends[rows.last] / self.unit
-        return times.log() if self.scale == "log" else times
 
 
 def proportional(
@@ -98,9 +84,7 @@ def proportional(
     together = float(drift @ covariance @ drift * n / spread)
     p_values = stats.chi2.sf(by_column.numpy(), 1)
     return Tested(
-        what=f"proportional hazards, against the {survey.scale} of time"
-        if survey.scale != "identity"
-        else "proportional hazards, against time",
+        what="proportional hazards, against the log of time",
         statistic=together,
         degrees=len(names),
         p=float(stats.chi2.sf(together, len(names))),

@@ -18,7 +18,6 @@ from bayesfl.stats.fit import ERRORS, Errors, Fit, chosen_errors, inverse, refus
 from bayesfl.stats.survival.checks import (
     ByScore,
     Concordance,
-    Scale,
     Schoenfeld,
     concordance,
     proportional,
@@ -155,9 +154,9 @@ def cox(
     model = covariance = inverse(state, names)
     at = state | {"theta": state["best"]}
     if errors == "site":
-        refuse_alone(asked.conduct(Alone(survey, at))["alone"], names)
+        refuse_alone(asked.conduct(Alone(survey, at=at))["alone"], names)
     if errors != "model":
-        meat = asked.conduct(Scores(survey, at, errors))["meat"]
+        meat = asked.conduct(Scores(survey, errors, at=at))["meat"]
         covariance = model @ meat @ model
     said = ()
     if shared is not None and not exact_times and names:
@@ -179,13 +178,13 @@ def cox(
     volume = float(torch.linalg.slogdet(state["hessian"]).logabsdet) / 2
     read = (time, event) if entry is None else (time, event, entry)
 
-    def check(*, scale: Scale = "log") -> Tested:
-        unit = known.marks[-1]
-        return proportional(asked.again(), Schoenfeld(survey, at, scale, unit), model, names)
+    def check() -> Tested:
+        against = Schoenfeld(survey, known.marks[-1], at=at)
+        return proportional(asked.again(), against, model, names)
 
     def ranked() -> Any:
-        across = None if per_site else ByScore(survey, at)
-        return concordance(asked.again(), Concordance(survey, at, len(kept)), across)
+        across = None if per_site else ByScore(survey, at=at)
+        return concordance(asked.again(), Concordance(survey, len(kept), at=at), across)
 
     def survival(frame: Any, level: float) -> Any:
         rows, stratum = groups.levels, torch.arange(len(groups.levels))

@@ -2,7 +2,6 @@
 events, for each group and time.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,14 +184,6 @@ class KaplanMeier(Answered):
         """Return the first time at which each curve is 0.5 or below, [G]."""
         return torch.where(curve <= 0.5 + 1e-12, self.times, torch.inf).amin(1)
 
-    def _bins(self) -> str:
-        """Return where the bins of the medians begin, in words."""
-        ends = self._first(self.survival)
-        begins = torch.where(self.times < ends[:, None], self.times, 0.0).amax(1)
-        found = zip(self.groups, begins.tolist(), ends.tolist(), strict=True)
-        parts = [f"{group} {begin:g} to {end:g}" for group, begin, end in found if end < math.inf]
-        return f"bins of the medians, which are their ends: {', '.join(parts) or 'none'}"
-
     def sheet(self) -> Sheet:
         """Return the medians, with what they rest on below them."""
         dropped = sum(self.dropped.values())
@@ -200,7 +191,7 @@ class KaplanMeier(Answered):
             f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
             + (f", {dropped} left out" if dropped else ""),
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            *([self.said, self._bins()] if self.said else []),
+            *([self.said] if self.said else []),
             str(self.released),
         ]
         return of_frame(self.median(), f"Kaplan-Meier, {self.told}", lines)

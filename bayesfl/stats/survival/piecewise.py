@@ -19,25 +19,21 @@ from torch import Tensor
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, used_rows, with_likelihood
+from bayesfl.stats.asking import Questions, Sites, used_rows, with_likelihood
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import regression
-from bayesfl.stats.survival.times import follow, followed, increasing
+from bayesfl.stats.survival.times import OfTimes, follow, followed, increasing
 from bayesfl.stats.tables import Site
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Time cut into K intervals, and a site's rows by it.
+class Exposure(OfTimes):
+    """Ask for the sum of log exposures, each in the interval of its event, of K intervals of time.
 
     Args:
-        time: Column of times.
-        event: Column of events.
         cuts: The K - 1 times between intervals.
     """
 
-    time: str
-    event: str
     cuts: tuple[float, ...]
 
     @property
@@ -67,31 +63,20 @@ class Cut:
             weights=site.weights[row],
         )
 
-
-@dataclass(frozen=True)
-class Exposure(SiteSurvey):
-    """Ask for the sum of log exposures, each in the interval of its event.
-
-    Args:
-        cut: The intervals.
-    """
-
-    cut: Cut
-
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         return {"log_exposure": ()}
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
         """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
-        times, events = followed(site, self.cut.time, self.cut.event)
-        interval = torch.searchsorted(torch.tensor(self.cut.cuts, dtype=torch.float64), times)
+        times, events = followed(site, self.time, self.event)
+        interval = torch.searchsorted(torch.tensor(self.cuts, dtype=torch.float64), times)
         return (2 * interval + events,)
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's answer; see `SiteSurvey`."""
-        times, events = followed(site, self.cut.time, self.cut.event)
-        starts = torch.tensor((0.0, *self.cut.cuts), dtype=torch.float64)
+        times, events = followed(site, self.time, self.event)
+        starts = torch.tensor((0.0, *self.cuts), dtype=torch.float64)
         exposure = times - starts[torch.searchsorted(starts, times) - 1]
         return {"log_exposure": site.weights[events] @ exposure[events].log()}
 
@@ -116,11 +101,11 @@ class ByInterval(Exposure):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's answer; see `SiteSurvey`."""
-        return self.survey.of_site(state, self.cut.by_interval(site), place)
+        return self.survey.of_site(state, self.by_interval(site), place)
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return each row's weight in all its intervals, [..., n]; see `SiteSurvey`."""
-        expanded = self.cut.by_interval(site)
+        expanded = self.by_interval(site)
         weight = self.survey.row_weights(state, expanded)
         row = torch.tensor(expanded.frame.index.to_numpy())
         found = torch.zeros(*weight.shape[:-1], len(site.x), dtype=torch.float64)
@@ -174,15 +159,15 @@ def piecewise(
         >>> fit.names
         ('(intercept)', 'dose', 't(4, inf)')
     """
-    cut = Cut(time, event, increasing("cuts", cuts))
+    exposure = Exposure(time, event, increasing("cuts", cuts))
     with_likelihood(sites, "a piecewise model")
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
-    log_exposure = float(asked.first(lambda count: Exposure(cut))["log_exposure"])
-    asked.through = partial(ByInterval, cut)
+    log_exposure = float(asked.first(lambda count: exposure)["log_exposure"])
+    asked.through = partial(ByInterval, time, event, exposure.cuts)
     fit = regression(
         asked,
-        sites.columns + cut.columns,
+        sites.columns + exposure.columns,
         family="poisson",
         per_site=intercept == "per_site",
         errors=None,
@@ -198,7 +183,7 @@ def piecewise(
         ),
     )
     own = "a level for each site" if intercept == "per_site" else "one baseline"
-    told = ", ".join(f"{c:g}" for c in cut.cuts)
+    told = ", ".join(f"{c:g}" for c in exposure.cuts)
     return replace(
         fit,
         model=f"proportional hazards, constant between cuts at {told}, {own}"

@@ -344,13 +344,3 @@ def test_events_that_are_found_at_visits(visits: float):
     ]
     ours, exact = (one["survival"].to_numpy() for one in curves)
     np.testing.assert_allclose(np.unique(ours), np.unique(exact), rtol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:survival may be off")
-def test_the_bins_of_medians_are_named():
-    """A median of binned times is the end of a bin, which the print gives."""
-    found = curves("untied", exact_times=False, grid=5)
-    (median,) = found.median()["median"]
-    before = max([0.0, *(t for t in found.times.tolist() if t < median)])
-    assert f"which are their ends: all {before:g} to {median:g}" in str(found)
-    assert "bins of the medians" not in str(curves("untied", exact_times=True))
