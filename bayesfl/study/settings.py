@@ -50,7 +50,10 @@ def in_words(run: Result) -> dict[str, str]:
         "model": f"{type(algorithm.model).__name__} of {trained} weights"
         + (f" and {frozen} frozen" if frozen else ""),
         "rounds": done,
-        "participation": f"{settings.participation:g} ({trains})",
+        "participation": (
+            f"{settings.participation:g}" if isinstance(settings.sampling, str) else settings.drawn
+        )
+        + f" ({trains})",
         "length": (f"{length(turns[0])}, each " if turns else "") + each(long),
         "batch": ", ".join("all" if size is None else str(size) for size in batches),
         "optimiser": each(lambda phase: value_in_words(phase.optimiser, settings.rounds)),

@@ -147,6 +147,8 @@ class RoundSum:
         """Columns that the sum adds to the history, available after the next state was computed;
         they replace columns of the same name.
         """
+        self.seen: Uplink = {}
+        """What the server has seen of single clients, [C, ...], available then."""
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of accepted replies; each class decides what the server may read of them."""
@@ -177,7 +179,8 @@ class RoundSum:
                 tensors or have other shapes or dtypes.
         """
         totals, stacked = self.total
-        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
+        self.seen = tree_map(lambda *rows: torch.cat(rows), *stacked)
+        uplink = self.seen | self._known
         new = dict(self.start)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
@@ -249,9 +252,9 @@ class AggregationRun:
     clients: int
     least: int
 
-    def cohort(self, round: int) -> np.ndarray:
-        """Return the ids of one round's cohort, ascending."""
-        return self.settings.cohort(self.clients, round)
+    def cohort(self, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
+        """Return the ids of one round's cohort, ascending; see `Settings.cohort`."""
+        return self.settings.cohort(self.clients, round, known)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         """Start the sum of a round from the state `server`; `cohort` has the ids of all its
