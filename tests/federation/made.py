@@ -41,7 +41,7 @@ def reads_replies(algorithm: Algorithm) -> bool:
     """Whether a method's `combine` reads what single clients send."""
     try:
         algorithm.combine(
-            algorithm.init(7), torch.arange(7), {"round": 0, "rounds": 2, "clients": 7}
+            algorithm.init(7), torch.arange(7), {"round": 1, "rounds": 2, "clients": 7}
         )
     except KeyError:
         return True

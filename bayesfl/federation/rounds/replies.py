@@ -59,7 +59,7 @@ class Unseen:
 
     Args:
         why: Why the uplinks are missing; begins the error message.
-        round: The current round, counted from 0.
+        round: The current round, counted from 1.
         rounds: Number of rounds of the run.
         clients: Number of clients J of the federation.
     """
@@ -97,7 +97,7 @@ def check_combine(result: Any, ids: Any, why: str) -> None:
     Raises:
         ValueError: `combine` reads a reply, or fails without the replies.
     """
-    unseen = Unseen(why, result.round, result.settings.rounds, result.data.clients)
+    unseen = Unseen(why, result.round + 1, result.settings.rounds, result.data.clients)
     try:
         combined(result.algorithm, result.server, ids, unseen)
     except (TypeError, IndexError) as error:
@@ -137,7 +137,7 @@ class RoundSum:
 
     def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
         self.run, self.start, self.round = run, server, round
-        self._known = {"round": round, "rounds": run.settings.rounds, "clients": run.clients}
+        self._known = {"round": round + 1, "rounds": run.settings.rounds, "clients": run.clients}
         self._versions = [t._version for t in tree_leaves(server)]
         blocks = run.algorithm.blocks.items()
         self._pools: dict[str, Any] = {name: block.pool for name, block in blocks if block.pool}
