@@ -68,7 +68,7 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
 
     Args:
         rate: A number, or a schedule.
-        round: The round, counted from 0.
+        round: The round, counted from 1; a schedule is given it from 0.
         rounds: Number of rounds in all.
 
     Raises:
@@ -76,12 +76,12 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
     """
     if not callable(rate):
         return rate
-    found = rate(round, rounds)
+    found = rate(round - 1, rounds)
     found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
     if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
         raise ValueError(
-            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round + 1} "
-            f"of {rounds} (round={round}); let it return a number there"
+            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round} "
+            f"of {rounds} (round={round - 1}); let it return a number there"
         )
     return float(found)
 

@@ -202,9 +202,9 @@ def test_cosine():
 
 
 def test_rate_is_a_number_or_a_schedule():
-    """A schedule is asked with the round and the number of rounds."""
+    """A schedule is asked with the round, from 0, and the number of rounds."""
     assert rate_at(0.3, 5, 10) == 0.3
-    assert rate_at(lambda round, rounds: round / rounds, 5, 10) == 0.5
+    assert rate_at(lambda round, rounds: round / rounds, 6, 10) == 0.5
     assert SGD(multistep(0.1)).rate(0, 1) == 0.1
     assert Adam(cosine(0.1)).rate(0, 1) == 0.1
 
@@ -213,7 +213,7 @@ def test_rate_is_a_number_or_a_schedule():
 def test_schedules_return_rates(found: Any):
     """A negative rate would climb the loss, silently; the message names the round."""
     with pytest.raises(ValueError, match=r"^rate .*returned .* round 4 of 10 \(round=3\)"):
-        rate_at(lambda round, rounds: found, 3, 10)
+        rate_at(lambda round, rounds: found, 4, 10)
     assert rate_at(lambda round, rounds: torch.tensor(0.5), 3, 10) == 0.5  # pyright: ignore[reportArgumentType]
 
 

@@ -140,7 +140,7 @@ def clustered(
             whole_cluster = len(places) == int((cluster == c).sum()) and len(places) > SMALLEST
             if (
                 whole_cluster
-                and uplink["round"] >= first_split
+                and uplink["round"] > first_split
                 and moved < eps1 * unit
                 and furthest > eps2 * unit
             ):
@@ -148,7 +148,7 @@ def clustered(
                 new = places[bipartition(updates[places])]
                 log.info(
                     "round %d: cluster %d splits, %d of its %d clients leave",
-                    int(uplink["round"]) + 1,
+                    int(uplink["round"]),
                     c,
                     len(new),
                     len(places),

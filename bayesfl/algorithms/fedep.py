@@ -54,7 +54,7 @@ def fedep(
     factors = Factors("w", precision=prior_precision, damping=damping)
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return join(algorithm, given, view, data) if given["round"] else view
+        return join(algorithm, given, view, data) if given["round"] > 1 else view
 
     def project(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         mode = algorithm.network(view | {"w": algorithm.belief("w", view["v"])})

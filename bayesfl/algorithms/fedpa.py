@@ -85,7 +85,7 @@ def fedpa(
         return {"samples": view["samples"] + one * apart / taken.clamp_min(1), "taken": taken}
 
     def correct(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        if given["round"] < fedavg_rounds:
+        if given["round"] <= fedavg_rounds:
             return view
         sent, drawn = given["w"]["loc"], view["samples"].double()
         mean = drawn.mean(0)

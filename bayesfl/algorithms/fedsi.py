@@ -177,7 +177,7 @@ def fedsi(
         """Add to the view the standard deviations of the client's Laplace approximation around its
         MAP.
         """
-        if given["round"] % curvature_every:
+        if (given["round"] - 1) % curvature_every:
             return view
         curvature = Curvature(
             algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body")
@@ -203,7 +203,7 @@ def fedsi(
             if stacked
             else {}
         )
-        if uplink["round"] % curvature_every:
+        if (uplink["round"] - 1) % curvature_every:
             return body
         g = pooled_variance(uplink, aggregation).clamp(variance_floor, alpha)
         g = torch.where((uplink["std"] > 0).any(0), g, alpha)

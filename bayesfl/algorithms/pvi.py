@@ -61,7 +61,7 @@ def pvi(
     field = MeanField(init_scale=init_scale)
 
     def begin(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return {"v": view["v"] | {"loc": view["w"]["loc"]}} if given["round"] else view
+        return {"v": view["v"] | {"loc": view["w"]["loc"]}} if given["round"] > 1 else view
 
     def refine(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         return factors.refined(given, view, *field.natural(view["v"]))

@@ -92,7 +92,7 @@ class Algorithm:
             of `reports` also `Reported`, with the range of what is sent.
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
             `uplink` has the cohort's reports and the blocks with a stacked pool, each [C, ...], "n"
-            and "ids" [C], and the numbers "round", "rounds" and "clients" J.
+            and "ids" [C], and the numbers "round" (from 1), "rounds" and "clients" J.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of
@@ -606,9 +606,11 @@ class Algorithm:
         return self.share(server, torch.zeros(1, dtype=torch.long))
 
     def given(self, common: Server, round: int, rounds: int) -> Server:
-        """Return what every client receives in a round, with the keys "round" and "rounds"."""
+        """Return what every client receives after `round` rounds, with the keys "round", from 1,
+        and "rounds".
+        """
         # Fine-tuning and adaptation after the last round use the learning rate of the last round.
-        return common | {"round": min(round, max(rounds, 1) - 1), "rounds": rounds}
+        return common | {"round": min(round + 1, max(rounds, 1)), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
         """Return a client's belief about a block, made from the server's entry; may alias it."""

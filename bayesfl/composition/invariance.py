@@ -151,7 +151,7 @@ class Annealed:
 
     Example:
         >>> annealed = bf.invariance.Annealed(100.0, start=5)
-        >>> annealed.weight(4), annealed.weight(5), annealed.scale(5)
+        >>> annealed.weight(5), annealed.weight(6), annealed.scale(6)
         (1.0, 100.0, 100.0)
     """
 
@@ -160,8 +160,8 @@ class Annealed:
     start: Natural = 0
 
     def weight(self, round: int) -> float:
-        """Return gamma_t."""
-        return self.gamma if round >= self.start else min(1.0, self.gamma)
+        """Return gamma_t of a round, counted from 1."""
+        return self.gamma if round > self.start else min(1.0, self.gamma)
 
     def scale(self, round: int) -> float:
         """Return max(1, gamma_t)."""
@@ -231,7 +231,7 @@ def tied(
     Example:
         >>> annealed = bf.invariance.Annealed(1.0)
         >>> prior = bf.invariance.tied(annealed, l2=0.5)  # variance 1 / (2 l2 n)
-        >>> prior.variance({"round": 0}, {"n": torch.tensor(4.0)}).tolist()
+        >>> prior.variance({"round": 1}, {"n": torch.tensor(4.0)}).tolist()
         [0.25]
     """
     if lam and centre is None:
@@ -273,12 +273,12 @@ def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
         >>> len(bf.invariance.anew_at(bf.invariance.Annealed(100.0, start=5), "adam"))
         1
     """
-    if annealed.weight(0) == annealed.gamma:
+    if annealed.weight(1) == annealed.gamma:
         return ()
     flag = f"{state}_annealed"
 
     def forget(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        now = torch.full_like(view[flag], float(given["round"] >= annealed.start))
+        now = torch.full_like(view[flag], float(given["round"] > annealed.start))
         if state not in view:
             return view | {flag: now}
         same = view[flag] == now

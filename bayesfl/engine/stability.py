@@ -113,7 +113,7 @@ def if_unstable(
         else ""
     )
     return (
-        f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate "
+        f"round {given['round']}: steps on {name!r} of {who} are unstable: at learning rate "
         f"{rate:g} and these weights the loss has curvature {curvature:.3g} in addition to the "
         f"prior precision {precision:.3g}; use a rate below {most:.3g} in head_optimiser of "
         f"pfedmap and pfedvem{tie}"
@@ -141,7 +141,7 @@ def if_dead(
     if same <= CONSTANT * flat.shape[1]:
         return ""
     return (
-        f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
+        f"round {given['round']}: {same} of the {flat.shape[1]} features are the same for "
         f"all examples of {who}, because units are dead and train no more, or because inputs "
         "do not vary; start with a smaller init_scale, if the method has one, or a lower rate of "
         "body_optimiser"

@@ -2,15 +2,17 @@
 floating-point types.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from bayesfl.base.described import differences, in_words
+from bayesfl.base.described import described, differences, in_words
 from bayesfl.base.options import Count, Natural, Range, declared, typed
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.warning import noted
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 
@@ -51,6 +53,22 @@ Method: TypeAlias = Annotated[
 Federation: TypeAlias = Annotated[FederatedData, typed(FederatedData, FEDERATION)]
 Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 
+Sampling: TypeAlias = Callable[
+    [int, np.random.Generator, Mapping[str, np.ndarray]], Sequence[int] | np.ndarray
+]
+"""A user's rule for who takes part: (round, rng, known) -> the cohort's numbers, from 0.
+
+`round` counts from 1; draws of `rng` depend on seed and round alone. `known` has what the server
+knows of every client, [J] each: "n", its number of training examples; "round", the last round in
+which its work was accepted, 0 for none; and each report of one number that the method declares, by
+name, as the client last sent it, NaN before. Under secure sums the server sees no reports.
+"""
+
+
+def is_a_function(sampling: object) -> bool:
+    """Return whether cohorts are drawn by a user's rule."""
+    return callable(sampling)
+
 
 @dataclass(frozen=True)
 @declared
@@ -65,7 +83,8 @@ class Settings:
         sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients.
             `bernoulli`: each client with that probability, given that at least min(2, J) are drawn.
             `poisson`: each client with that probability, unconditionally; only `ClientPrivacy` uses
-            it, with its secret.
+            it, with its secret. Or a rule of the user's, see `Sampling`; in a loaded run its
+            description.
         train: Which clients train: the `cohort`, or `all`, with only the cohort gathered.
         seed: Seed of all random draws.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
@@ -75,7 +94,7 @@ class Settings:
 
     rounds: Natural
     participation: Annotated[float, Range(0, 1, "]", why="it is a share of the clients")]
-    sampling: Literal["fixed", "bernoulli", "poisson"]
+    sampling: Literal["fixed", "bernoulli", "poisson"] | Sampling | Mapping[str, Any]
     train: Literal["cohort", "all"]
     seed: Natural
     evaluate_every: Count | None
@@ -99,7 +118,7 @@ class Settings:
             )
         free = {"rounds": self.rounds, "evaluate_every": self.evaluate_every}
         then, now = ({name: both[at] for name, both in fixed.items()} for at in (0, 1))
-        if apart := differences(vars(saved) | free | then, vars(self) | now):
+        if apart := differences(*map(described, (vars(saved) | free | then, vars(self) | now))):
             raise ValueError(
                 f"a continued run keeps its settings, {in_words(apart)}; pass the saved ones, or "
                 "start another run, in another folder"
@@ -113,12 +132,25 @@ class Settings:
         """Return the maximum number of clients in a cohort, from `clients` clients."""
         return self.fixed_size(clients) if self.sampling == "fixed" else clients
 
-    def cohort(self, clients: int, round: int) -> np.ndarray:
+    @property
+    def drawn(self) -> str:
+        """Return as text who takes part in a round."""
+        if isinstance(self.sampling, str):
+            everyone = self.participation == 1
+            return "all" if everyone else f"{self.participation:.3g} of all, {self.sampling}"
+        return f"drawn by {described(self.sampling).get('name', 'a function')}"
+
+    def cohort(self, clients: int, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
         """Draw the ids of one round's cohort, ascending.
+
+        Args:
+            clients: Number of clients.
+            round: The round, counted from 0.
+            known: What the server knows of clients, for a user's rule, see `Sampling`.
 
         Raises:
             ValueError: `sampling` is `poisson`: only `ClientPrivacy` has the secret for such
-                cohorts.
+                cohorts. Or a user's rule returns something other than numbers of clients.
         """
         if self.sampling == "poisson":
             raise ValueError(
@@ -126,6 +158,14 @@ class Settings:
                 "aggregation, or another sampling"
             )
         rng = generator(self.seed, Purpose.COHORT, round=round)
+        if callable(self.sampling):
+            with noted(f"in sampling, {self.drawn}, for which `known` has {[*known]}"):
+                ids = np.unique(np.asarray(self.sampling(round + 1, rng, known)))
+            if len(ids) and (ids.dtype.kind not in "iu" or ids[0] < 0 or ids[-1] >= clients):
+                raise ValueError(
+                    f"sampling must return numbers of clients, 0 to {clients - 1}, got {ids}"
+                )
+            return ids.astype(np.int64)
         size = (
             self.fixed_size(clients)
             if self.sampling == "fixed"

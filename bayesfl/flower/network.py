@@ -99,7 +99,7 @@ class Journey(Transport):
     def __init__(
         self, network: Connection, state: Deployed, kept: Collection[tuple[str, ...]]
     ) -> None:
-        super().__init__(np.zeros(state.clients, np.int64))
+        super().__init__(network.roster.sizes())
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base
         """For each client the name of its last accepted state, including those of this round after

@@ -36,7 +36,14 @@ from bayesfl.federation.rounds.round import Rules
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.driver import Clients, check_callbacks, drive
 from bayesfl.federation.run.loading import refuse_other_start, warn_of_seed
-from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
+from bayesfl.federation.settings import (
+    BUILD_ADMISSION,
+    Method,
+    Precision,
+    Sampling,
+    Settings,
+    is_a_function,
+)
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import agreement, reading
 from bayesfl.flower import records
@@ -76,7 +83,7 @@ def server_app(algorithm: Method, **options: Any) -> ServerApp:
     return app
 
 
-@declared
+@declared(idle={("sampling", is_a_function): ("participation",)})
 def serve(
     grid: Grid,
     algorithm: Method,
@@ -84,7 +91,7 @@ def serve(
     clients: Count,
     rounds: int,
     participation: float = 1.0,
-    sampling: Literal["fixed", "bernoulli"] | None = None,
+    sampling: Literal["fixed", "bernoulli"] | Sampling | None = None,
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     dtype: Precision = torch.float32,
@@ -114,7 +121,8 @@ def serve(
             are not in `start` adapt, and all predict, for example with `bf.with_heads(method)`
             after a run of the method itself.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
-        sampling: How a cohort is drawn, `fixed` or `bernoulli`; None for the method's default.
+        sampling: How a cohort is drawn, `fixed`, `bernoulli`, or your own function, see
+            `bayesfl.federation.settings.Sampling`; None for the method's default.
         train: Which clients train, the `cohort` or `all`; None for the method's default.
         seed: Seed of all random draws, including the clients', below 2^63.
         dtype: The floating-point type of data and state.
@@ -174,7 +182,7 @@ def serve(
         rounds,
         participation,
         sampling or algorithm.sampling,
-        algorithm.trains(train, participation),
+        algorithm.trains(train, 0 if callable(sampling) else participation),
         seed,
         evaluate_every,
     )

@@ -106,6 +106,6 @@ def ivon(
         g = b1 * g + (1 - b1) * slope.mean(0)
         h = b2 * h + (1 - b2) * new + (1 - b2) ** 2 * (h - new).square() / (2 * (h + decay))
         pull = g / (1 - b1 ** (step + 1)) + decay * (m - target.centre)
-        m = m - rate_at(rate, step, steps) * pull / (h + decay)
+        m = m - rate_at(rate, step + 1, steps) * pull / (h + decay)
         belief = family.of_natural(n * (h + decay), n * (h + decay) * m)
     return Variational(family, belief, target, torch.stack(history).cpu())

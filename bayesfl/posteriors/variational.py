@@ -266,7 +266,7 @@ class Family(ABC):
                 )
             grads = dict(zip(leaves, slopes, strict=True))
             with torch.no_grad():
-                rate = rate_at(optimiser.rate, step, steps)
+                rate = rate_at(optimiser.rate, step + 1, steps)
                 q, state = optimiser.update(
                     {name: t.detach() for name, t in q.items()}, grads, state, rate
                 )

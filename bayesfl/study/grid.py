@@ -109,5 +109,5 @@ def _refuse(option: str, who: str, makers: Sequence[Make]) -> None:
 def _size(value: Any, rounds: int) -> float | None:
     """Return a number, or an optimiser's first rate; None for what has no order."""
     if hasattr(value, "rate"):
-        return rate_at(value.rate, 0, rounds)
+        return rate_at(value.rate, 1, rounds)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None

@@ -50,7 +50,10 @@ def in_words(run: Result) -> dict[str, str]:
         "model": f"{type(algorithm.model).__name__} of {trained} weights"
         + (f" and {frozen} frozen" if frozen else ""),
         "rounds": done,
-        "participation": f"{settings.participation:g} ({trains})",
+        "participation": (
+            f"{settings.participation:g}" if isinstance(settings.sampling, str) else settings.drawn
+        )
+        + f" ({trains})",
         "length": (f"{length(turns[0])}, each " if turns else "") + each(long),
         "batch": ", ".join("all" if size is None else str(size) for size in batches),
         "optimiser": each(lambda phase: value_in_words(phase.optimiser, settings.rounds)),
@@ -151,10 +154,10 @@ def value_in_words(value: Any, rounds: int) -> str:
     if isinstance(value, Clip):
         return f"Clip({value_in_words(value.optimiser, rounds)}, norm {value.norm:g})"
     rate: Rate = value.rate
-    first, last = rate_at(rate, 0, rounds), rate_at(rate, rounds - 1, rounds)
+    first, last = rate_at(rate, 1, rounds), rate_at(rate, rounds, rounds)
     told = f"{first:g}"
     if callable(rate):
-        mean = statistics.fmean(rate_at(rate, round, rounds) for round in range(rounds))
+        mean = statistics.fmean(rate_at(rate, round + 1, rounds) for round in range(rounds))
         told = f"a schedule, {first:g} to {last:g}, mean {mean:.3g}"
     given = [
         (f.name, getattr(value, f.name), f.default)

@@ -1,5 +1,6 @@
 """PVI and FedEP on linear regressions, whose fixed points are closed forms."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,3 +131,49 @@ def test_a_client_is_forgotten(regressions: FederatedData):
     rest = [0, 2, 3]
     assert_close(precision, PRIOR + factor["precision"][rest].sum(0), atol=1e-9, rtol=1e-9)
     assert_close(weighted, factor["weighted"][rest].sum(0), atol=1e-9, rtol=1e-9)
+
+
+def test_a_lost_factor_changes_nothing(regressions: FederatedData):
+    """Its client keeps the factor of which the server knows, and replaces that one later."""
+    lost = bf.faults.at_random(0.4, kinds=("lost",))
+    result = run(
+        method("fedep", epochs=3, damping=0.5, optimiser=SGD(0.05)),
+        regressions,
+        rounds=4,
+        faults=lost,
+    )
+    assert result.history["lost"].sum() > 2
+    factor = result.private["factor"]
+    precision, weighted = natural(result.server["w"])
+    assert_close(precision, PRIOR + factor["precision"].sum(0), atol=1e-9, rtol=1e-9)
+    assert_close(weighted, factor["weighted"].sum(0), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_factor_that_arrives_a_round_late_replaces_its_own(regressions: FederatedData):
+    """Clients send what they made a round ago, under a posterior that has moved since; the end is
+    the pooled posterior as well.
+    """
+    made = method("fedep", damping=0.3, epochs=60, optimiser=SGD(0.3))
+    factors = bf.Factors("w", precision=PRIOR)
+    refine: Any = made.phases[-1]
+
+    def late(algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+        new = refine.fn(algorithm, given, view, data)["factor"]
+        others, pull = factors.cavity(view)
+        then = view["made"]
+        q = factors.posterior.of_natural(others + then["precision"], pull + then["weighted"])
+        return {"w": q, "factor": then, "made": new}
+
+    behind = replace(
+        made,
+        phases=(*made.phases[:-1], replace(refine, fn=late)),
+        private={**factors.private, "made": factors.private["factor"]},
+    )
+    assert_close(
+        natural(run(behind, regressions).server["w"])[0], torch.full((DIM,), PRIOR).double()
+    )
+    result = run(behind, regressions, rounds=70)
+    loc, precision = pooled(regressions)
+    assert_close(result.server["w"]["loc"], loc, atol=1e-4, rtol=0)
+    assert_close(natural(result.server["w"])[0], precision, atol=1e-4, rtol=1e-4)

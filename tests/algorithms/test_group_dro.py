@@ -132,7 +132,7 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
     hand, w, ids = ByHand(clients, algorithm), weights(algorithm), np.array([1])
     data = clients.to(dtype=torch.float64).train
     view = {"w": {"loc": w}, "n": hand.n[1], "log_q": torch.tensor([0.3, 0.7]).double().log()}
-    given: dict[str, Any] = {"w": {"loc": w}, "round": 0, "rounds": 1}
+    given: dict[str, Any] = {"w": {"loc": w}, "round": 1, "rounds": 1}
     everything = {
         key: t[0]
         for key, t in PhasePlan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()

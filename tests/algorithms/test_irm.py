@@ -145,7 +145,7 @@ def minimiser(
     ]
     inside = everything["weight"] > 0
     batches = [{key: t[c][inside[c]] for key, t in everything.items()} for c in range(len(who))]
-    here = {**given, "round": 0, "rounds": 1}
+    here = {**given, "round": 1, "rounds": 1}
 
     def total(w: Tensor) -> Tensor:
         return torch.stack(

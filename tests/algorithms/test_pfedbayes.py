@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +13,7 @@ import bayesfl as bf
 from bayesfl.base.numerics import inverse_softplus
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from bayesfl.optim import SGD
+from bayesfl.optim import SGD, cosine
 from tests.algorithms.made import COUNTS, DIM, linear_only, moments
 from tests.cases import run
 
@@ -86,3 +87,28 @@ def test_clients_steps_lower_their_bound(regressions: FederatedData):
             w = step(lambda at, q=q, n=n: ZETA * kl(q, at) / n, w)
         for key, wanted in zip(("loc", "rho"), q, strict=True):
             assert_close(result.private["q"][key][j], wanted, atol=3e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_centre_and_variance_of_the_prior_end_where_a_hierarchical_bound_does(
+    regressions: FederatedData,
+):
+    """With zeta 1 and one step on (mu, tau) a round, the end is a stationary point of sum_j (bound
+    of client j) / n_j in all q_j, mu and tau: the closest Gaussian to the mixture of the q_j, and
+    mean fields' posteriors under it.
+    """
+    made = method(zeta=1.0, batches=1, inner_steps=5, draws=50, optimiser=SGD(cosine(0.4)))
+    result = run(made, regressions, rounds=400)
+    (loc, var), (mu, tau2) = (
+        (of["loc"], F.softplus(of["rho"]).square())
+        for of in (result.private["q"], result.server["w"])
+    )
+    share = torch.tensor([1 / n for n in COUNTS]).double()
+    share = (share / share.sum())[:, None]
+    a, b = moments(regressions)
+    precision = a.diagonal(dim1=1, dim2=2) + 1 / tau2
+    assert_close(mu, (share * loc).sum(0), atol=0.02, rtol=0)
+    assert_close(tau2, (share * (var + (loc - mu).square())).sum(0), atol=0, rtol=0.05)
+    assert_close(var, 1 / precision, atol=0, rtol=0.05)
+    mean = torch.linalg.solve(a + torch.diag(1 / tau2), b + mu / tau2)
+    assert_close(loc, mean, atol=0.02, rtol=0)

@@ -169,7 +169,7 @@ def test_scale_is_the_root_of_the_bound():
     prior = bf.algorithms.pfedvem(linear()).blocks["head"].prior
     energy = prior.energy(
         *q.moments(belief),
-        {"head": {"loc": torch.zeros(2).double()}, "round": 0, "rounds": 1},
+        {"head": {"loc": torch.zeros(2).double()}, "round": 1, "rounds": 1},
         {"rho2": rho2},
     )
     (slope,) = torch.autograd.grad(energy, rho2)
@@ -274,7 +274,7 @@ def test_what_the_head_minimises(clients: FederatedData, scale: str):
         "body": {"loc": torch.eye(DIM).double().flatten()},
         "rho2": torch.tensor(0.7).double(),
     }
-    given = {"head": {"loc": torch.full((DIM,), 0.2).double()}, "round": 0, "rounds": 1}
+    given = {"head": {"loc": torch.full((DIM,), 0.2).double()}, "round": 1, "rounds": 1}
     n = torch.tensor(12.0).double()
     batch = {"x": x, "y": y, "weight": torch.ones(12).double()}
     energy, _ = descend.energy(
@@ -393,14 +393,14 @@ def warming(round: int, rounds: int) -> float:
 @pytest.mark.parametrize(
     ("options", "round", "floor"),
     [
-        ({}, 0, 1e-3 / 1.9),
-        ({"head_optimiser": SGD(1e-3)}, 0, 1e-3),
-        ({"scale_floor": 0.5}, 0, 0.25),
-        ({"head_optimiser": HEAVY(1e-8)}, 0, 1e-6),
-        ({"head_optimiser": HEAVY(0.0)}, 0, 1e-6),
-        ({"head_optimiser": HEAVY(warming)}, 0, 1e-6),
-        ({"head_optimiser": HEAVY(warming)}, 2, 4e-4 / 1.9),
-        ({"head_optimiser": HEAVY(warming)}, 7, 1e-3 / 1.9),
+        ({}, 1, 1e-3 / 1.9),
+        ({"head_optimiser": SGD(1e-3)}, 1, 1e-3),
+        ({"scale_floor": 0.5}, 1, 0.25),
+        ({"head_optimiser": HEAVY(1e-8)}, 1, 1e-6),
+        ({"head_optimiser": HEAVY(0.0)}, 1, 1e-6),
+        ({"head_optimiser": HEAVY(warming)}, 1, 1e-6),
+        ({"head_optimiser": HEAVY(warming)}, 3, 4e-4 / 1.9),
+        ({"head_optimiser": HEAVY(warming)}, 8, 1e-3 / 1.9),
     ],
 )
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -137,14 +137,14 @@ def test_the_unbiased_square_is_one():
 
 
 def test_annealing():
-    """1 before the round, gamma from it on; a gamma below 1 is there from the start; division by
+    """1 in the first rounds, gamma after them; a gamma below 1 is there from the start; division by
     what exceeds 1.
     """
     annealed, small = Annealed(50.0, start=3), Annealed(0.2, start=3)
-    both = [(annealed.weight(t), annealed.scale(t)) for t in (0, 2, 3, 9)]
+    both = [(annealed.weight(t), annealed.scale(t)) for t in (1, 3, 4, 10)]
     assert both == [(1, 1), (1, 1), (50, 50), (50, 50)]
-    assert [(small.weight(t), small.scale(t)) for t in (0, 3)] == [(0.2, 1), (0.2, 1)]
-    assert Annealed(0.0, start=3).weight(0) == 0
+    assert [(small.weight(t), small.scale(t)) for t in (1, 4)] == [(0.2, 1), (0.2, 1)]
+    assert Annealed(0.0, start=3).weight(1) == 0
 
 
 @pytest.mark.parametrize(("l2", "lam"), [(0.3, 0.0), (0.0, 2.0), (0.3, 2.0)])
@@ -156,7 +156,7 @@ def test_ties_as_one_gaussian(l2, lam):
     w = torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64)
     centre = torch.tensor([1.5, 1.0], dtype=torch.float64)
     view = {"n": torch.tensor([5.0, 17.0], dtype=torch.float64)}
-    for round, scale in ((1, 1.0), (2, 40.0)):
+    for round, scale in ((2, 1.0), (3, 40.0)):
         given: dict[str, Any] = {"w": {"loc": centre}, "round": round, "rounds": 9}
         slope = torch.func.grad(
             lambda w, g=given: (prior.energy(w, torch.zeros_like(w), g, view) / view["n"]).sum()

@@ -1,5 +1,7 @@
 """Methods, runs and plans of faults that several files of tests here share."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ def reads_replies(algorithm: Algorithm) -> bool:
     """Whether a method's `combine` reads what single clients send."""
     try:
         algorithm.combine(
-            algorithm.init(7), torch.arange(7), {"round": 0, "rounds": 2, "clients": 7}
+            algorithm.init(7), torch.arange(7), {"round": 1, "rounds": 2, "clients": 7}
         )
     except KeyError:
         return True
@@ -83,11 +85,27 @@ def without(client: int, round: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no cohort of that round has the client: by other means than a fault."""
     cohort = Settings.cohort
 
-    def fewer(self: Settings, clients: int, at: int) -> np.ndarray:
-        ids = cohort(self, clients, at)
+    def fewer(self: Settings, clients: int, at: int, *known: Any) -> np.ndarray:
+        ids = cohort(self, clients, at, *known)
         return ids[ids != client] if at == round else ids
 
     monkeypatch.setattr(Settings, "cohort", fewer)
+
+
+def power_of_choice(round: int, rng: np.random.Generator, known: Mapping[str, Any]) -> Any:
+    """Of four candidates those two whose loss was largest, or is unknown."""
+    drawn = rng.choice(len(known["n"]), 4, replace=False, p=known["n"] / known["n"].sum())
+    return drawn[np.argsort(-np.nan_to_num(known["loss"][drawn], nan=np.inf), kind="stable")[:2]]
+
+
+def reporting(algorithm: bf.Algorithm) -> bf.Algorithm:
+    """A method whose clients also report the loss of the model that they received."""
+
+    def measure(algorithm: Algorithm, given: Server, view: View, batch: Batch) -> View:
+        return {"loss": (batch["weight"] @ batch["losses"]) / batch["weight"].sum()}
+
+    phases = (Once(measure, data=True, losses=("w",)), *algorithm.phases)
+    return replace(algorithm, phases=phases, reports={"loss": 0.0})
 
 
 def of_client(client: int, round: int, fault: Fault) -> Any:

@@ -75,7 +75,7 @@ def test_whatever_ends_a_run_carries_it(clients, model, tmp_path, monkeypatch, e
             raise OSError("no space left")
 
     def interrupted(server, ids, uplink):
-        if uplink["round"] == 2:
+        if uplink["round"] == 3:
             raise KeyboardInterrupt
         return {}
 

@@ -32,6 +32,7 @@ from tests.cases import (
     federation,
     with_batch_norm,
 )
+from tests.federation.made import power_of_choice, reporting
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     OPTIONS,
@@ -104,6 +105,25 @@ def test_a_deployment_is_the_simulation(
     assert found.history.rows[-1]["personal_accuracy"] == pytest.approx(
         expected.summary(clients.test)["accuracy"], abs=1e-12
     )
+
+
+def test_a_rule_of_the_users_draws_the_simulations_cohorts(
+    fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path
+):
+    """From what clients report; a server that is killed goes on with what it knew."""
+    algorithm = reporting(fedavg)
+    sim = simulated(algorithm, clients, sampling=power_of_choice)
+    stop = [lambda run: run.round == 2]
+    options: dict[str, Any] = {"sampling": power_of_choice, "checkpoint": tmp_path / "checkpoints"}
+    for callbacks in (stop, ()):
+        found = deploy(algorithm, clients, tmp_path, on_round=callbacks, **options)
+    assert_same(found, tmp_path, sim)
+    assert [found.took_part(round) for round in (1, 2, 3)] == [
+        sim.took_part(round) for round in (1, 2, 3)
+    ]
+    for name in ("known_loss", "known_round"):
+        assert_close(found.history.clients(name), sim.history.clients(name), equal_nan=True)
+    assert load(tmp_path / "checkpoints", algorithm).took_part(1) == found.took_part(1)
 
 
 def test_nodes_without_test_rows_have_their_model_too(

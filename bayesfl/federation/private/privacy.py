@@ -27,7 +27,7 @@ dp-accounting.
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -352,7 +352,7 @@ class _PrivateRun(AggregationRun):
         self.secret, given = bytes.fromhex(told), self.rule.weights
         self.weights = np.ones(self.clients) if given is None else np.array(given)
 
-    def cohort(self, round: int) -> np.ndarray:
+    def cohort(self, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
         return np.flatnonzero(drawn < self.settings.participation)
 

@@ -59,7 +59,7 @@ class Unseen:
 
     Args:
         why: Why the uplinks are missing; begins the error message.
-        round: The current round, counted from 0.
+        round: The current round, counted from 1.
         rounds: Number of rounds of the run.
         clients: Number of clients J of the federation.
     """
@@ -97,7 +97,7 @@ def check_combine(result: Any, ids: Any, why: str) -> None:
     Raises:
         ValueError: `combine` reads a reply, or fails without the replies.
     """
-    unseen = Unseen(why, result.round, result.settings.rounds, result.data.clients)
+    unseen = Unseen(why, result.round + 1, result.settings.rounds, result.data.clients)
     try:
         combined(result.algorithm, result.server, ids, unseen)
     except (TypeError, IndexError) as error:
@@ -137,7 +137,7 @@ class RoundSum:
 
     def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
         self.run, self.start, self.round = run, server, round
-        self._known = {"round": round, "rounds": run.settings.rounds, "clients": run.clients}
+        self._known = {"round": round + 1, "rounds": run.settings.rounds, "clients": run.clients}
         self._versions = [t._version for t in tree_leaves(server)]
         blocks = run.algorithm.blocks.items()
         self._pools: dict[str, Any] = {name: block.pool for name, block in blocks if block.pool}
@@ -147,6 +147,8 @@ class RoundSum:
         """Columns that the sum adds to the history, available after the next state was computed;
         they replace columns of the same name.
         """
+        self.seen: Uplink = {}
+        """What the server has seen of single clients, [C, ...], available then."""
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of accepted replies; each class decides what the server may read of them."""
@@ -177,7 +179,8 @@ class RoundSum:
                 tensors or have other shapes or dtypes.
         """
         totals, stacked = self.total
-        uplink = tree_map(lambda *rows: torch.cat(rows), *stacked) | self._known
+        self.seen = tree_map(lambda *rows: torch.cat(rows), *stacked)
+        uplink = self.seen | self._known
         new = dict(self.start)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
@@ -249,9 +252,9 @@ class AggregationRun:
     clients: int
     least: int
 
-    def cohort(self, round: int) -> np.ndarray:
-        """Return the ids of one round's cohort, ascending."""
-        return self.settings.cohort(self.clients, round)
+    def cohort(self, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
+        """Return the ids of one round's cohort, ascending; see `Settings.cohort`."""
+        return self.settings.cohort(self.clients, round, known)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         """Start the sum of a round from the state `server`; `cohort` has the ids of all its

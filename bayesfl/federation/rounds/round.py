@@ -1,12 +1,13 @@
 """One round of a federation: clients train and reply, replies are checked, and the server combines
-them. The cohort is drawn by `Settings.cohort`, or by `ClientPrivacy`.
+them. The cohort is drawn by `Settings.cohort`, or by `ClientPrivacy`. For a rule of the user's the
+history records, in columns `known_...`, what the server knows of clients after each round.
 
 A `Transport` carries the messages, on one machine or between machines.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,10 +18,14 @@ import numpy as np
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.evaluation.history import History
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, ReplyFilter
 from bayesfl.federation.settings import OPEN, Settings
+
+KNOWN = "known_"
+"""Prefix of the history's columns of clients with what the server knows of them."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,7 @@ class Transport(ABC):
     at each rank for its share of the clients.
 
     Args:
-        counts: Numbers of training examples of all clients, [J], 0 if unknown; available after the
-            clients were asked.
+        counts: Numbers of training examples of all clients, [J], 0 if unknown.
     """
 
     trusted = False
@@ -124,24 +128,24 @@ def run_round(
     rules: Rules,
     server: Server,
     number: int,
-    history: Iterable[Mapping[str, Any]],
+    history: History,
     transport: Transport,
     *,
     attempt: int = 0,
-) -> tuple[Server, dict[str, Any], list[int]]:
+) -> tuple[Server, dict[str, Any], list[int], dict[str, np.ndarray]]:
     """Run one round.
 
     Args:
         rules: The run's rules.
         server: The server's state.
         number: Number of rounds done before.
-        history: The rows of the rounds before.
+        history: The history of the rounds before.
         transport: Carries this attempt only.
         attempt: Number of earlier attempts at this round.
 
     Returns:
-        The server's next state, the history's row of this round, and the ids of clients of its
-        cohort whose work was not accepted.
+        The server's next state, the history's row of this round, the ids of clients of its cohort
+        whose work was not accepted, and what the server then knows of clients, see `known_of`.
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the
@@ -152,7 +156,8 @@ def run_round(
     """
     start = perf_counter()
     admission, aggregation = rules.admission, rules.aggregation
-    cohort = aggregation.cohort(number)
+    known = known_of(rules, history)
+    cohort = aggregation.cohort(number, {"n": transport.counts, **known})
     if len(cohort) < (least := aggregation.least):
         raise SmallCohort(
             f"round {number + 1} has {len(cohort)} clients and needs {least} (min_clients)",
@@ -221,4 +226,25 @@ def run_round(
         **({"uplink_norm": filter.usual} if looks else {}),
         **total.row,
     }
-    return server, row, [client for client in cohort.tolist() if client in filter.dropped]
+    absent = [client for client in cohort.tolist() if client in filter.dropped]
+    if known:
+        known["round"][np.setdiff1d(cohort, absent)] = number + 1
+        for name in known.keys() & total.seen.keys():
+            places = total.seen["ids"].cpu().numpy()
+            known[name][places] = total.seen[name].cpu().double().numpy()
+    return server, row, absent, known
+
+
+def known_of(rules: Rules, history: History) -> dict[str, np.ndarray]:
+    """Return what the server knows of clients for a user's rule of sampling, [J] each, except their
+    numbers of rows, see `bayesfl.federation.settings.Sampling`; empty without such a rule.
+    """
+    if not callable(rules.settings.sampling):
+        return {}
+    start = {"round": np.zeros(rules.clients)} | {
+        name: np.full(rules.clients, np.nan)
+        for name in rules.algorithm.reports
+        if rules.settings.aggregation == OPEN and rules.declared.get(name, [None])[0] == ()
+    }
+    last = history.recorded.get(history[-1]["round"], {}) if history.rows else {}
+    return {name: last.get(KNOWN + name, first).copy() for name, first in start.items()}

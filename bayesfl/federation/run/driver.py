@@ -19,7 +19,7 @@ from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.processes.ranks import current
 from bayesfl.evaluation.history import HEADLINES, PREFIXES, History
 from bayesfl.federation.errors import FailedRound, SmallCohort
-from bayesfl.federation.rounds.round import Rules, run_round
+from bayesfl.federation.rounds.round import KNOWN, Rules, known_of, run_round
 from bayesfl.federation.run.callbacks import Callback
 from bayesfl.federation.run.record import Run
 
@@ -155,13 +155,14 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
     while True:
         attempt = clients.attempt(run)
         try:
-            server, row, absent = run_round(
+            server, row, absent, known = run_round(
                 rules, run.server, run.round, run.history, attempt, attempt=earlier
             )
             run = clients.taken(replace(run, server=server), attempt)
             break
         except FailedRound as error:
             attempt, row, absent = None, {"round": number, "cohort": 0, **error.row}, []
+            known = known_of(rules, run.history)
             # Another attempt would draw the same small cohort.
             if rules.admission.below_minimum == "skip" or isinstance(error, SmallCohort):
                 log.warning("%s; the round is skipped", error)
@@ -171,6 +172,8 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
             if earlier == ATTEMPTS:
                 raise
     run.history.append(row, absent)
+    if known:
+        run.history.record({KNOWN + name: values for name, values in known.items()})
     return replace(run, round=number, after=()), attempt
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import History
 from bayesfl.federation.clients.after import Known, known_of
 from bayesfl.federation.clients.modules import server_module
+from bayesfl.federation.rounds.round import KNOWN
 from bayesfl.federation.settings import Settings
 from bayesfl.federation.store.identity import Answer
 from bayesfl.posteriors.pooled import PooledPosterior
@@ -114,7 +116,12 @@ class Run(ABC):
             ValueError: The run uses `ClientPrivacy`, whose cohorts are secret.
         """
         taken = {row["round"]: row.get("cohort") for row in self.history}[round]
-        drawn = self.settings.cohort(len(self.called), round - 1).tolist()
+        last = self.history.recorded.get(round, {}).get(f"{KNOWN}round")
+        drawn = (
+            self.settings.cohort(len(self.called), round - 1)
+            if last is None
+            else np.flatnonzero(last == round)
+        ).tolist()
         absent = set(self.history.absent.get(round, ()))
         return tuple(self.called[j] or j for j in drawn if taken and j not in absent)
 

@@ -150,9 +150,7 @@ def _settings(found: Mapping[str, Any]) -> str:
     algorithm, history = found["algorithm"], found["history"]
     run = {
         "rounds": settings.rounds,
-        "clients in a round": "all"
-        if settings.participation == 1
-        else f"{settings.participation:.3g} of all, {settings.sampling}",
+        "clients in a round": settings.drawn,
         "who trains": settings.train,
         "seed": settings.seed,
         "aggregation": "open" if settings.aggregation == OPEN else settings.aggregation,
@@ -258,11 +256,14 @@ def _evaluated(seeds: list[History], column: str) -> set[float]:
 
 def _recorded(history: History, outline: Outline) -> str:
     """Return the table of measures that the run recorded for each client, if any."""
-    if not history.recorded:
+    measured = {
+        round: {in_prose(key): of for key, of in values.items() if key.startswith("personal_")}
+        for round, values in history.recorded.items()
+    }
+    round, last = max(((round, of) for round, of in measured.items() if of), default=(0, {}))
+    if not last:
         return ""
-    round, last = max(history.recorded.items())
-    columns: dict[str, Any] = {"client": outline.client_names}
-    columns |= {in_prose(key): of for key, of in last.items() if key.startswith("personal_")}
+    columns = {"client": outline.client_names, **last}
     return f"<p>As recorded in round {round}. {WITHOUT}</p>" + table(columns)
 
 

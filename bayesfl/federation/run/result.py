@@ -575,7 +575,7 @@ class Result(Run):
     def _warn_of_slow_rates(self) -> None:
         """Warn if the rate of a phase of `adapt` has fallen below a tenth of its first value."""
         rounds = self.settings.rounds
-        at = 0, min(self.round, rounds - 1)  # as in `Algorithm.given`
+        at = 1, min(self.round + 1, rounds)  # as in `Algorithm.given`
         rates = [
             [rate_at(phase.optimiser.rate, round, rounds) for round in at]
             for outer in self.algorithm.adapt

@@ -4,7 +4,7 @@ the server's update.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias
 
@@ -54,7 +54,9 @@ from bayesfl.federation.settings import (
     Federation,
     Method,
     Precision,
+    Sampling,
     Settings,
+    is_a_function,
     present,
 )
 from bayesfl.federation.store import files
@@ -68,14 +70,19 @@ UNCALIBRATED = (
 )
 
 
-@declared(idle={("evaluate_every", None): ("record_clients", "evaluate_clients")})
+@declared(
+    idle={
+        ("evaluate_every", None): ("record_clients", "evaluate_clients"),
+        ("sampling", is_a_function): ("participation",),
+    }
+)
 def simulate(
     algorithm: Method,
     clients: Federation,
     *,
     rounds: Count,
     participation: float = 1.0,
-    sampling: Literal["fixed", "bernoulli"] | None = None,
+    sampling: Literal["fixed", "bernoulli"] | Sampling | None = None,
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     evaluate_every: int | None = 1,
@@ -109,8 +116,9 @@ def simulate(
         rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules
             depend on it.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
-        sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the
-            method's default.
+        sampling: How a cohort is drawn: `fixed` number of clients, `bernoulli`, or your own
+            function (round, rng, known) -> numbers of clients, see
+            `bayesfl.federation.settings.Sampling`; None for the method's default.
         train: Which clients train: the `cohort`, or `all`, with only the cohort gathered; None for
             the method's default.
         seed: The same seed gives the same draws, whatever the engine.
@@ -180,7 +188,7 @@ def simulate(
         rounds=rounds,
         participation=participation,
         sampling=aggregation.sampling or sampling or algorithm.sampling,
-        train=algorithm.trains(train, participation),
+        train=algorithm.trains(train, 0 if callable(sampling) else participation),
         seed=seed,
         evaluate_every=evaluate_every,
         aggregation=aggregation.name,
@@ -216,7 +224,7 @@ def simulate(
             lambda: {
                 "data": clients.outline.hash,
                 "methods": identity(algorithm),
-                "settings": asdict(settings),
+                "settings": described(vars(settings)),
             }
         )
         _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
@@ -238,7 +246,7 @@ def simulate(
         result = replace(result, tolerant=admission.skips)
         if checkpoint is not None:
             # Now, because the first checkpoint may be hours away.
-            files.refuse_nameless(described(algorithm), described(clients.outline))
+            files.refuse_nameless(*map(described, (algorithm, clients.outline, vars(settings))))
         sums = aggregation.start(
             result, admission, every=None if checkpoint is None else every, repeats=repeats
         )
@@ -276,7 +284,7 @@ def _refuse_contradictions(
     algorithm: Algorithm,
     clients: FederatedData,
     settings: Settings,
-    sampling: str | None,
+    sampling: str | Sampling | None,
     aggregation: Aggregation,
     admission: Admission,
     faults: FaultPlan | None,

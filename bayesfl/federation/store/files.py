@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import archive
-from bayesfl.base.described import anonymous, digest_of
+from bayesfl.base.described import anonymous, described, digest_of
 from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.trees import flatten, nest
@@ -156,7 +156,7 @@ def _read_history(found: Mapping[str, Any]) -> History:
 PLAIN = Entry()
 WHOLE = Entry(read=int)
 METHOD = Entry(identity, dict)
-SETTINGS = Entry(asdict, lambda found: Settings(**found))
+SETTINGS = Entry(lambda settings: described(vars(settings)), lambda found: Settings(**found))
 HISTORY = Entry(_write_history, _read_history)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 AFTER = Entry(
@@ -218,7 +218,7 @@ def write(
             contain a function that cannot be recognised.
     """
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
-    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "schema")))
+    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "schema", "settings")))
     made, tensors = _folder(path), flatten(_part(said, tensors=True))
     archive.write(made / file, kind.name, _part(said, tensors=False), tensors)
 

@@ -75,7 +75,7 @@ def ensemble(
         batches = target.batches(batch_size, seed, chain=member)
         for step in range(steps):
             slope = target.slope(w, *next(batches))
-            w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step, steps))
+            w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step + 1, steps))
         if not bool(w.isfinite().all()):
             raise ValueError(
                 f"member {member + 1} is not finite: use a lower rate, as optimiser=Adam(1e-3), "

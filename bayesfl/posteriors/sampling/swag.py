@@ -84,7 +84,7 @@ def swag(
     last: list[Tensor] = []
     for step in range(steps):
         slope = target.slope(w, *next(batches))
-        w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step, steps))
+        w, state = optimiser.update(w, slope, state, rate_at(optimiser.rate, step + 1, steps))
         count, left = divmod(step - warmup + 1, thin)
         if step >= warmup and not left:
             before, mean = mean, mean + (w - mean) / count

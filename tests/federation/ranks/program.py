@@ -25,6 +25,7 @@ from tests.cases import CASES
 from tests.cases import federation as made_up
 from tests.contract.asked import ABSTAINING, STEPS, digest, network
 from tests.contract.asked import clients as asked
+from tests.federation.made import power_of_choice, reporting
 
 ENGINE = bf.Engine(chunk=2, workers=1)
 """Seven clients are four chunks."""
@@ -190,6 +191,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "lost and altered": lambda: told(run(fedavg(), rounds=4, faults=bf.faults.at_random(0.3))),
     "repeated": lambda: told(few("repeat", 2)),
     "skipped": lambda: told(few("skip", 8)),
+    "sampled": lambda: told(run(reporting(fedavg()), rounds=3, sampling=power_of_choice)),
     "secure": lambda: told(run(fedavg(), aggregation=bf.SecureSum())),
     "secure, lost": lambda: told(
         run(
