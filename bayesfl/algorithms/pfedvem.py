@@ -7,7 +7,7 @@ $E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I))$.
 
 M step (client): $rho_j^2 = (|sigma_j|^2 + |mu_j - w|^2) / D$.
 
-M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$: a small rho_j gives more weight.
+M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$; a small rho_j weighs more.
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
 (docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so

@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from bayesfl.base.display import html
@@ -16,6 +17,9 @@ _LATEX = {one: f"\\{one}" for one in "&%$#_{}"} | {
     "–": "--",
     "\N{MINUS SIGN}": "$-$",
     "†": r"$\dagger$",
+    "<": "$<$",
+    ">": "$>$",
+    "|": r"\textbar{}",
 }
 
 
@@ -43,7 +47,7 @@ class Sheet:
         \toprule
         client & rows \\
         \midrule
-        a|b & 20 \\
+        a\textbar{}b & 20 \\
         c & 7 \\
         \bottomrule
         \end{tabular}
@@ -161,13 +165,16 @@ def _in_markdown(cell: Any) -> str:
 
 def _in_latex(cell: Any) -> str:
     if not isinstance(cell, html.Cell):
-        return _latex(html.told(cell))
+        text = html.told(cell)
+        return _latex(text.replace("-", "\N{MINUS SIGN}") if isinstance(cell, Real) else text)
     found = _latex(cell.told)
     return (f"\\textbf{{{found}}}" if cell.best else found) + _latex(cell.mark)
 
 
 def _latex(text: object) -> str:
-    return "".join(_LATEX.get(one, one) for one in " ".join(str(text).splitlines()))
+    line = " ".join(str(text).splitlines())
+    start = "{}" * line.startswith(("[", "*"))  # these would be options of the line before
+    return start + "".join(_LATEX.get(one, one) for one in line)
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -61,6 +61,7 @@ def on_processes(
             with suppress(BrokenPipeError), other.stdin as pipe:  # pyright: ignore[reportOptionalContextManager] (it is a pipe)
                 pipe.write(content)
         ranks = Ranks(store, 0, count, count, end, start=START)
+        ranks.compares = False  # as in `take_part`
         with using(ranks):
             yield
     finally:
@@ -74,5 +75,6 @@ def on_processes(
 def take_part() -> None:
     """Repeat the call of rank 0 in a process that rank 0 has started, and to which it writes."""
     call, given = pickle.load(sys.stdin.buffer)
+    current().compares = False  # the arguments are those of rank 0
     with suppress(Exception):  # all ranks raise the error, and rank 0 prints it
         call(**given)

@@ -6,9 +6,7 @@ thread; if a rank sends none, or ends, the run ends at all ranks.
 """
 
 import atexit
-import hashlib
 import itertools
-import json
 import logging
 import math
 import os
@@ -19,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +45,8 @@ AROUND = "bayesfl.base."
 """Modules of functions that wrap a user's call; they are skipped when the call is named."""
 ENDED = "ended"
 """The last sign of life of a rank that has ended normally."""
+FOLDER, LOCK = "bayesfl-ranks-", "lock"
+"""Start of the names of folders with shared memory, and the file in each that its owner locks."""
 OF_PROCESS = "BAYESFL_RANK_OF"
 """Environment variable with the id of the process that is a rank; its children are not ranks."""
 
@@ -63,9 +63,11 @@ class Alone:
         size: Number of processes.
         near: Number of processes on each machine.
         limit: Seconds without a sign of life after which a rank counts as lost.
+        compares: Whether the processes must compare their arguments, as each makes its own.
     """
 
     rank, size, near, limit = 0, 1, 1, LIMIT
+    compares = False
 
     def every(self, make: Callable[[], T]) -> list[T]:
         """Return the results of `make` at all ranks, in their order; an error at one is raised at
@@ -103,16 +105,6 @@ class Alone:
         """
         return tree_map_only(Tensor, torch.clone, tree)
 
-    def agree(self, about: Callable[[], Mapping[str, Any]]) -> None:
-        """Check that all ranks compute the same.
-
-        Args:
-            about: Function that gives what must be the same, JSON-able, by names for a message.
-
-        Raises:
-            ValueError: Something is not.
-        """
-
     def shares(self, device: torch.device) -> bool:
         """Return whether the ranks share the memory of such a copy."""
         return True
@@ -145,6 +137,7 @@ class Ranks(Alone):
         start: timedelta = START,
     ) -> None:
         self.rank, self.size, self.near, self.limit = rank, size, near, LIMIT
+        self.compares = True
         self._store, self._lost = distributed.PrefixStore("bayesfl", store), lost or _end
         self._held: Callable[[int], list[str]] = lambda _: []
         self._calls, self._over = 0, threading.Event()
@@ -206,33 +199,20 @@ class Ranks(Alone):
         """Return a copy of a nest of tensors in shared memory; see `Alone.copied`."""
         if self.near == 1 or not tree_leaves(tree):
             return super().copied(tree)
-        leads = self.rank % self.near == 0
-        folders = self.every(lambda: _folder(tree) if leads else "")
-        folder, count = Path(folders[self.rank - self.rank % self.near]), itertools.count()
-        made: list[T] = []
+        leads, made, count = self.rank % self.near == 0, list[T](), itertools.count()
+        with ExitStack() as held:
+            folders = self.every(lambda: _folder(tree, held) if leads else "")
+            folder = Path(folders[self.rank - self.rank % self.near])
 
-        def mapped(t: Tensor) -> Tensor:
-            if t.device.type != "cpu" or not t.numel():
-                return t.clone()
-            name = str(folder / str(next(count)))
-            found = torch.from_file(name, shared=True, size=t.numel(), dtype=t.dtype).view(t.shape)
-            return found.copy_(t) if leads else found
+            def mapped(t: Tensor) -> Tensor:
+                if t.device.type != "cpu" or not t.numel():
+                    return t.clone()
+                name, size = str(folder / str(next(count))), t.numel()
+                found = torch.from_file(name, shared=True, size=size, dtype=t.dtype).view(t.shape)
+                return found.copy_(t) if leads else found
 
-        try:
             self.every(lambda: made.append(tree_map_only(Tensor, mapped, tree)))
-        finally:
-            if leads:
-                shutil.rmtree(folder)
         return made[0]
-
-    def agree(self, about: Callable[[], Mapping[str, Any]]) -> None:
-        """Check that all ranks compute the same; see `Alone.agree`."""
-        found = self.every(lambda: {name: _digest(value) for name, value in about().items()})
-        if other := [name for name in found[0] if len({one[name] for one in found}) > 1]:
-            raise ValueError(
-                f"ranks have other {' and other '.join(other)}: each must make the same call with "
-                "the same arguments; seed whatever draws them"
-            )
 
     def shares(self, device: torch.device) -> bool:
         """Return whether ranks share the memory of a copy; see `Alone.shares`."""
@@ -395,24 +375,27 @@ def _end(message: str) -> None:
     os._exit(1)
 
 
-def _folder(tree: Any) -> str:
-    """Return a new folder in memory if that has room for the tensors, otherwise on disk."""
+def _folder(tree: Any, held: ExitStack) -> str:
+    """Return a new folder in memory if that has room for the tensors, otherwise on disk; `held`
+    removes it.
+    """
+    import fcntl
+
     sizes: list[int] = []
     tree_map_only(Tensor, lambda t: sizes.append(t.nbytes), tree)
     memory = Path("/dev/shm")
     room = memory.is_dir() and shutil.disk_usage(memory).free > 2 * sum(sizes)
     where = memory if room else Path(tempfile.gettempdir())
-    for left in where.glob("bayesfl-*-*"):  # by a process that was killed meanwhile
-        with suppress(PermissionError, ValueError):
-            try:
-                os.kill(int(left.name.split("-")[1]), 0)
-            except ProcessLookupError:
-                shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"bayesfl-{os.getpid()}-", dir=where)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    for lock in where.glob(f"{FOLDER}*/{LOCK}"):  # by a process that was killed meanwhile
+        with suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    made = tempfile.mkdtemp(prefix=FOLDER, dir=where)
+    held.callback(shutil.rmtree, made, ignore_errors=True)
+    fresh = Path(made, "new")
+    fcntl.flock(held.enter_context(fresh.open("w")), fcntl.LOCK_EX)
+    fresh.rename(fresh.with_name(LOCK))  # others see the file when it is locked
+    return made
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

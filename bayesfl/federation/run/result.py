@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.archive import digest_of_tensor
+from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import named
 from bayesfl.base.layout import Pattern
@@ -55,7 +56,7 @@ from bayesfl.federation.run import reporting
 from bayesfl.federation.run.record import Run, in_words
 from bayesfl.federation.settings import FEDERATION
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import Answer, identity, reading
+from bayesfl.federation.store.identity import Answer, agree, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 from bayesfl.posteriors import Samples
@@ -303,8 +304,16 @@ class Result(Run):
             steps: Further steps of calibration that will read the predictions; these include the
                 data that the steps need.
         """
-        current().agree(lambda: {"rows to predict": [*map(_marks, splits)]})
         reads = [*steps, *(one.step for one in self.steps)]
+        agree(
+            lambda: {
+                "rows to predict": [*map(_marks, splits)],
+                "draws": draws,
+                "results": [identity(self.algorithm), described(self.settings), self.round],
+                "states": described(self.server),
+                "steps of calibration": described(reads),
+            }
+        )
         local = self.local(self.data.to(self.device, self.dtype).splits)
         # The posterior means need no surveys, except those of clients' own heads.
         known = known_of(self.after, self.algorithm) if draws == 0 else self.answers

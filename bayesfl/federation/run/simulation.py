@@ -60,7 +60,7 @@ from bayesfl.federation.settings import (
     present,
 )
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import identity, same_method
+from bayesfl.federation.store.identity import agree, identity, same_method
 
 RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
@@ -220,11 +220,15 @@ def simulate(
             else None
         )
         preflight.check(algorithm, clients)
-        current().agree(
+        origin = goes_on if isinstance(goes_on, Result) else before
+        agree(
             lambda: {
                 "data": clients.outline.hash,
                 "methods": identity(algorithm),
-                "settings": described(vars(settings)),
+                "settings": described(settings),
+                "measures": described([dict(measures), record_clients, evaluate_clients]),
+                "faults": described(faults),
+                "start": described(origin and origin.server),
             }
         )
         _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
@@ -483,7 +487,7 @@ class _OnOneMachine(Clients[Result]):
 
     def save(self, run: Result) -> None:
         if self.checkpoint is not None:
-            run.save_round(self.checkpoint)
+            current().every(lambda: run.save_round(self.checkpoint))
 
     def evaluate(self, run: Result, attempt: OneMachine | None) -> Result:
         history, local, state, data = run.history, self.local, run.state, self.measured

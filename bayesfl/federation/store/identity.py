@@ -6,11 +6,12 @@ hand, or changed by `dataclasses.replace`, describes its fields, see `bayesfl.ba
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, differences, in_words, network
+from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.models.copies import refuse_changed
@@ -59,6 +60,25 @@ def agreement(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> dict[str
     machines; they compare its digest.
     """
     return {**identity(algorithm), "calibration": described(calibration)}
+
+
+def agree(about: Callable[[], Mapping[str, Any]]) -> None:
+    """Check that all ranks of a run compute the same.
+
+    Args:
+        about: Function that returns descriptions of what must be the same, by their names.
+
+    Raises:
+        ValueError: A description differs.
+    """
+    if not current().compares:
+        return
+    first, *others = current().every(lambda: json.loads(json.dumps(about(), default=str)))
+    if apart := [name for name in first if any(differences(first[name], r[name]) for r in others)]:
+        raise ValueError(
+            f"ranks have other {' and other '.join(apart)}: each must make the same call with the "
+            "same arguments; seed whatever draws them"
+        )
 
 
 class Answer(NamedTuple):

@@ -272,16 +272,25 @@ def noisy(split: bf.data.ClientData, seed: int) -> bf.data.ClientData:
 
 def apart() -> list[str]:
     """What a rank is told of a call that another leaves out, of one with other options, and of
-    other data, another seed and other rows.
+    each argument that must be the same.
     """
     result, leads, said = run(fedavg()), bf.rank() == 0, []
+    other = run(fedavg(), seed=5)
+    steps = [one(split="test") for one in (bf.calibration.Temperature, bf.calibration.Bias)]
+    plans = None, bf.faults.at_random(0.5, kinds=("lost",))
     folder = f"{FOLDER[0]}-apart" if leads else None
     for call in (
         lambda: result.predict() if leads else run(fedavg()),
         lambda: run(fedavg(), checkpoint=folder),
         lambda: run(fedavg(optimiser=bf.optim.SGD(0.1 + bf.rank()))),
         lambda: run(fedavg(), seed=bf.rank()),
+        lambda: run(fedavg(), record_clients=["nll"] * leads),
+        lambda: run(fedavg(), faults=plans[leads], admission=bf.Admission("skip")),
+        lambda: run(fedavg(), start=other if leads else result),
         lambda: result.predict(noisy(result.data.test, bf.rank())),
+        lambda: (other if leads else result).predict(),
+        lambda: result.calibrate(steps[leads]),
+        lambda: result.predict(draws=int(leads)),
     ):
         try:
             call()

@@ -2,19 +2,24 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import distributed
 
 import bayesfl as bf
+from bayesfl.base.processes import ranks
 from bayesfl.federation.store.files import newest
 from tests.federation.ranks import program
 
@@ -43,6 +48,13 @@ APART = (
 """Special cases for ranks on several machines, too: one for each kind of what they exchange
 and of what they write.
 """
+
+
+OTHERS = (
+    *("methods", "settings", "measures", "faults", "start", "rows to predict"),
+    *("results and other states", "steps of calibration", "draws"),
+)
+"""What differs between the ranks in calls of `apart`, as the messages name it."""
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +100,11 @@ def test_ranks_have_the_bits_of_one_process(
             assert sum(steps, Counter()) == Counter(one["steps"])
             assert all(steps)
     calls = ", ".join(["predict", *["simulate"] * (ranks - 1)])
-    inner = ", ".join(["claimed", *["simulate"] * (ranks - 1)])
+    inner = ", ".join(["claimed", *["agree"] * (ranks - 1)])
     for each in several:
         for told, names in zip(each["apart"][:2], (calls, inner), strict=True):
             assert told.startswith(f"ranks make different calls at once: {names};")
-        for told, other in zip(
-            each["apart"][2:], ("methods", "settings", "rows to predict"), strict=True
-        ):
+        for told, other in zip(each["apart"][2:], OTHERS, strict=True):
             assert told.startswith(f"ranks have other {other}: each must make the same call")
 
 
@@ -111,6 +121,47 @@ def test_a_notebooks_call_on_processes_of_its_own():
 
     assert runs(2) == runs(None)
     assert bf.rank() == 0
+
+
+OWN = """
+import torch, bayesfl as bf
+
+class Net(torch.nn.Linear):
+    pass
+
+def rate(round, rounds):
+    return 0.1
+
+clients, net = bf.data.iid("digits", clients=4), Net(64, 10)
+method = bf.algorithms.fedavg(net, optimiser=bf.optim.SGD(rate))
+engine = bf.Engine(processes=2)
+measures = {"one": lambda predictions, labels: 1.0}
+print(bf.simulate(method, clients, rounds=1, engine=engine, measures=measures).round)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_script_defines_is_the_same_in_its_processes(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    command = [sys.executable, "own.py"]
+    made = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert made.stdout == "1\n", made.stderr
+
+
+def test_shared_memory_spares_the_folders_of_others(tmp_path: Path, monkeypatch):
+    """The folder of a killed process goes, as the system has released its lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    for name in ("bayesfl-2026-results", f"{ranks.FOLDER}mine", f"{ranks.FOLDER}left"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{ranks.FOLDER}left" / ranks.LOCK).touch()
+    with ExitStack() as held, ExitStack() as other:
+        made = [Path(ranks._folder({}, each)) for each in (held, other)]
+        assert all((each / ranks.LOCK).is_file() for each in made)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "bayesfl-2026-results",
+        f"{ranks.FOLDER}mine",
+    ]
 
 
 LONG = """
