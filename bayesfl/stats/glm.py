@@ -548,9 +548,7 @@ def regression(
             "errors='sandwich', whose coefficients are logarithms of risk ratios, too"
         )
     if family == "negative_binomial" and state["hessian"][-1, -1] < FLAT:
-        raise ValueError(
-            "counts vary no more than Poisson's, so alpha is 0: take family='poisson'"
-        )
+        raise ValueError("counts vary no more than Poisson's, so alpha is 0: take family='poisson'")
     bread = covariance = inverse(state, names)
     penalty = (survey.strength() * theta**2).sum() / 2 + state.get("penalty", 0.0)
     loss = plain = least - float(penalty)
