@@ -168,8 +168,9 @@ def _matrix(text: str, spec: Any, rows: Any, site: str) -> tuple[Any, np.ndarray
         raise ValueError(
             f"formula {text!r} cannot be evaluated at site {site!r} of {[*rows]}: "
             f"{'it has text, dates or spans of time' if isinstance(error, TypeError) else error} "
-            "(each part makes numbers from a single row: write C(..., levels=[...]) for text, and "
-            "{(day - np.datetime64('2020-01-01')) / np.timedelta64(1, 'D')} for a date)"
+            "(each part makes numbers of a single row, without learning from others: write C(..., "
+            "levels=[...]) for text, {(day - np.datetime64('2020-01-01')) / "
+            "np.timedelta64(1, 'D')} for a date)"
         ) from error
 
 
