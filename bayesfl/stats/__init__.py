@@ -1,6 +1,6 @@
-"""Statistics over sites whose rows may not be pooled: regressions whose table is the pooled one.
+"""Statistics over sites whose rows may not be pooled. Regressions equal fits to the pooled rows.
 
-Every fit is a few questions, each answered by sums over a site's rows.
+Every fit puts a few questions, and sites answer with sums over their rows.
 """
 
 from bayesfl.stats.density.plain import densities, posterior

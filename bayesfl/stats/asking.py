@@ -610,8 +610,8 @@ def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     centre, scale = (sums[name][: len(names)] for name in ("centre", "scale"))
     if constant := [names[i] for i in np.flatnonzero((scale == 0).numpy())]:
         raise ValueError(
-            f"the columns {constant} are constant over all sites and have no coefficients: leave "
-            "these terms out"
+            f"the columns {constant} are constant over all sites, so they have no coefficients: "
+            "leave these terms out"
         )
     return centre, scale
 

@@ -1,4 +1,4 @@
-"""A paper's first table of the rows, by site or by group, made of sums."""
+"""A paper's first table of the rows, by site or by group, from sums."""
 
 import math
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from bayesfl.stats.terms import Levels
 
 SHARES = (0.25, 0.5, 0.75)
 HALVINGS = 12
-"""Number of questions that halve the ranges in which quantiles lie, which are two standard
-deviations wide at first, for quartiles 2.3."""
+"""Number of questions that halve the ranges of quantiles. At first a range is two standard
+deviations wide, for quartiles 2.3."""
 
 
 @dataclass(frozen=True)
 class Grouped(SiteSurvey):
-    """Hold the groups that questions about them share.
+    """Hold the groups of a description's questions.
 
     Args:
         sites: Number of sites J.
-        columns: Number p of columns of the design, beside which the outcome is one more.
-        column: Column whose levels are the groups; None where these are the sites.
+        columns: Number p of columns of the design; the outcome is one more.
+        column: Column whose levels are the groups; None if the sites are the groups.
         levels: Its levels.
     """
 
@@ -48,12 +48,12 @@ class Grouped(SiteSurvey):
 
     @property
     def each(self) -> type[tuple[int, ...]]:
-        """Return what shapes of numbers of each group are, which are sites' own if these are."""
+        """Return the type of shapes by group: each site's own if the sites are the groups."""
         return PerClient if self.column is None else tuple
 
     def rows(self, site: Site, place: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return a site's columns [n, p + 1], the outcome last, 0 where there is none; and of each
-        group with rows here its number and how often each row counts in it, [n].
+        """Return a site's columns [n, p + 1], the outcome last, 0 if there is none; and for each
+        group with rows here its number and the rows' weights in it, [n].
         """
         y = torch.zeros_like(site.weights) if site.y is None else site.y
         x = torch.cat([site.x, y[:, None]], 1)
@@ -63,11 +63,11 @@ class Grouped(SiteSurvey):
         return x, [(g, site.weights * (of == g)) for g in of.unique().tolist()]
 
     def of(self, site: Site) -> Tensor:
-        """Return the group of each of a site's rows, [n], by the column."""
+        """Return the group of each of a site's rows, [n], from the column."""
         return group(site.frame, Levels(str(self.column), self.levels), site.name)
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return the groups, and who has which of two values in each; see `SiteSurvey`."""
+        """Return the groups, and their rows with either of two values; see `SiteSurvey`."""
         if self.column is None:
             return ()
         x, of = self.rows(site, 0)[0], self.of(site)
@@ -84,7 +84,7 @@ class Totals(Grouped):
     The last state has `rows` and `weight` [G], and `total`, `centre` and `scale` [G, p + 1].
 
     Args:
-        rounded: Whether secure sums round, so that a sum of 0 may be of a finer unit.
+        rounded: Whether secure sums round, so that a sum of 0 may need a finer unit.
     """
 
     rounded: bool = False
@@ -122,7 +122,7 @@ class Totals(Grouped):
         return found | {"n_dropped": slot(site.dropped, place, self.sites)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the means at first, then better ones and units, until these are known."""
+        """Return the means first, then better means and units, until they are precise."""
         if "unit" not in state:
             centre = (total["sum"] / total["weight"][:, None]).nan_to_num()
             begun = {
@@ -141,13 +141,13 @@ class Totals(Grouped):
 
 @dataclass(frozen=True)
 class Quantiles(FromState, Grouped):
-    """Ask how many rows of a group, and of all, lie at or below the middles of ranges, and halve
-    these.
+    """Ask for the numbers of rows, by group and in total, at or below the middles of ranges, and
+    halve these.
 
     Args:
         at: The first state: lower and upper ends of the ranges, `low` and `high`
-            [G + 1, p + 1, shares], of all rows last; the groups' numbers of rows, `weight`
-            [G + 1]; and 0 for `n_asked`.
+            [G + 1, p + 1, shares], those of all rows last; the groups' weights, `weight` [G + 1];
+            and 0 for `n_asked`.
     """
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
@@ -170,7 +170,7 @@ class Quantiles(FromState, Grouped):
         return {"below": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Keep the half in which the quantile lies."""
+        """Keep the half that contains the quantile."""
         weight = state["weight"][:, None, None]
         enough = total["below"] >= torch.tensor(SHARES, dtype=torch.float64) * weight
         middle, asked = (state["low"] + state["high"]) / 2, state["n_asked"] + 1
@@ -190,8 +190,8 @@ def _on_lattice(threshold: Tensor, sd: Tensor, digits: int) -> Tensor:
 
 
 def _in_steps(below: Tensor, x: Tensor, step: int) -> Tensor:
-    """Return which rows are counted as below thresholds, [n, p, q], where only groups of `step`
-    rows may be counted: the lowest ones, of values x [n, p], in steps, and all if fewer are above.
+    """Return the rows that count as below thresholds, [n, p, q], if only groups of `step` rows may
+    be counted: the lowest values x [n, p], in steps, and all rows if fewer are above.
     """
     count, n = below.sum(0), len(x)
     told = torch.where((count > n - step) & (count > 0), n, count - count % max(step, 1))
@@ -222,7 +222,7 @@ class Description(Answered):
     differences: Any
 
     def table(self) -> Any:
-        """Return the texts of a printed table as a data frame of pandas: mean (sd) and median
+        """Return the texts of the printed table as a data frame of pandas: mean (sd) and median
         [quartiles] of numbers, count (share) of truth values and levels, and the largest
         standardised difference.
         """
@@ -246,14 +246,14 @@ class Description(Answered):
         return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
     def sheet(self) -> Sheet:
-        """Return the printed table, with what its numbers mean below it."""
+        """Return the printed table, with an explanation of its numbers below it."""
         left = [f"{site} {count}" for site, count in self.dropped.items() if count]
         lines = [
             "mean (sd), median [quartiles] of numbers, to a thousandth of the sd, or to a fifth of "
             "it where a site has a policy; count (share) of truth values; the largest standardised "
             "difference between two groups",
             *(
-                [f"rows left out, as a value is missing or as few are new: {', '.join(left)}"]
+                [f"rows left out, with a missing value or as few new ones: {', '.join(left)}"]
                 if left
                 else []
             ),
@@ -263,7 +263,7 @@ class Description(Answered):
 
 
 def _number_told(mean: float, sd: float, middle: float, low: float, high: float) -> str:
-    """Return the text of a number, its quantiles to a tenth of the sd's first digit."""
+    """Return the text of a number, with quantiles to a tenth of the sd's first digit."""
     digits = max(0, math.ceil(1 - math.log10(sd))) if sd > 0 else 3
     middle, low, high = (round(value, digits) + 0.0 for value in (middle, low, high))
     return f"{mean:.4g} ({sd:.3g}), {middle:g} [{low:g}, {high:g}]"
@@ -275,14 +275,13 @@ def describe(
 ) -> Description:
     """Summarise the columns of the design and the outcome, by group and over all rows, from sums.
 
-    Means and standard deviations (n - 1) are those of all rows together to rounding. A quantile is
-    the smallest value at or below which such a share of the rows lies: 12 questions halve the
-    range in which it is, so that it is known to a thousandth of its group's standard deviation,
-    and not exactly, since an exact one is the value of a person. The standardised difference is
-    that of means, divided by the root of the mean of two groups' variances, of a truth value
-    p (1 - p) (Austin, "Using the standardized difference to compare the prevalence of a binary
-    variable between two groups", Communications in Statistics 38, 2009). Counts of few people are
-    shown as they are.
+    Means and standard deviations (n - 1) are those of the pooled rows up to rounding. A quantile is
+    the smallest value with this share of the rows at or below it. An exact one would be the value
+    of a person, so 12 questions halve its range, to a thousandth of the group's standard deviation.
+    The standardised difference is the difference of means divided by the root of the mean of two
+    groups' variances, p (1 - p) for a truth value (Austin, "Using the standardized difference to
+    compare the prevalence of a binary variable between two groups", Communications in Statistics
+    38, 2009). Counts of few people are not suppressed.
 
     Args:
         sites: The sites, of `tables`.
@@ -290,7 +289,7 @@ def describe(
         aggregation: As in `glm`.
 
     Raises:
-        ValueError: A row has no level or another one.
+        ValueError: A row has no level or an undeclared one.
 
     Example:
         >>> import pandas as pd
@@ -351,7 +350,7 @@ def describe(
 def _quantiles(
     asked: Questions, grouped: dict[str, Any], mean: Tensor, variance: Tensor, weight: Tensor
 ) -> Tensor:
-    """Return the quantiles, [G + 1, p + 1, shares]: the middles of the last ranges.
+    """Return the quantiles, [G + 1, p + 1, shares], as the middles of the last ranges.
 
     By Cantelli's inequality a quantile lies between mean - sd sqrt((1 - q) / q) and
     mean + sd sqrt(q / (1 - q)), with n in the sd.
@@ -371,8 +370,8 @@ def _with_all(values: Tensor) -> Tensor:
 
 
 def _difference(mean: Tensor, variance: Tensor) -> float:
-    """Return the largest standardised difference between two of the groups: infinite where two
-    constants differ, NaN where no two have a variance.
+    """Return the largest standardised difference between two of the groups: infinite if two
+    constants differ, NaN if no two have a variance.
     """
     apart = (mean[:, None] - mean).abs()
     spread = ((variance[:, None] + variance) / 2).sqrt()

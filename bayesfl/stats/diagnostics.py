@@ -1,4 +1,4 @@
-"""Diagnostics of regressions, site by site, by sums and one number of each site."""
+"""Diagnostics of regressions by site, from sums and a few numbers of each site."""
 
 import math
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from bayesfl.stats.tables import Site
 BINARY = ("binomial", "log_binomial")
 COUNTS = ("poisson", "negative_binomial")
 DOUBT = 0.01
-"""A p value below this is put in words."""
+"""p value below which the diagnostics report a problem."""
 
 
 @dataclass(frozen=True)
 class Looks(AfterFit):
-    """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also for each site's
+    """Ask for expected and observed outcomes by site; for outcomes 0 or 1 also for each site's
     concordance with its variance.
 
     Args:
@@ -45,7 +45,7 @@ class Looks(AfterFit):
         return found
 
     def spread(self, state: Tensors, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the variances of outcomes of these means [n], and alpha of counts."""
+        """Return the variances of outcomes with these means [n], and alpha of counts."""
         family, none = self.likelihood.family, torch.zeros(())
         alpha = state["theta"][-1].exp() if family == "negative_binomial" else none
         return mean * (1 - mean) if family in BINARY else mean + alpha * mean**2, alpha
@@ -85,15 +85,15 @@ class Looks(AfterFit):
 
 
 def excess_kurtosis(variance: Tensor, alpha: Tensor) -> Tensor:
-    """Return the excess kurtosis of negative binomial counts by their variance, [n]; at an alpha of
-    0 that of Poisson's.
+    """Return the excess kurtosis of negative binomial counts from their variance, [n]; an alpha of
+    0 gives Poisson's.
     """
     return 1 / variance + 6 * alpha
 
 
 def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float, float]:
-    """Return the share of pairs of an event and none in which the event has the higher risk, ties
-    by half, its variance, and the number of pairs.
+    """Return the concordance, its variance, and the number of pairs: the share of pairs of an event
+    and a non-event with the higher risk for the event, ties counted half.
 
     Source: DeLong, DeLong, Clarke-Pearson, "Comparing the areas under two or more correlated
     receiver operating characteristic curves", Biometrics 44, 1988.
@@ -101,7 +101,7 @@ def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float,
     Args:
         risk: Predicted risks, [n].
         y: Outcomes 0 or 1, [n].
-        weights: How often each row counts, [n].
+        weights: The rows' weights, [n].
     """
     risk = levelled(risk)
     high, n_high = risk[y == 1], weights[y == 1]
@@ -109,7 +109,7 @@ def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float,
     events, others = float(n_high.sum()), float(n_low.sum())
     if not events or not others:
         return 0.0, 0.0, 0.0
-    above = _below(high, low, n_low) / others  # of each event: the share of others below it
+    above = _below(high, low, n_low) / others  # for each event the share of non-events below it
     under = 1 - _below(low, high, n_high) / events
     auc = float(n_high @ above) / events
     variance = 0.0
@@ -120,7 +120,7 @@ def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float,
 
 
 def _below(at: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-    """Return for each of `at` [m] how many of the values [n] are lower, equal ones by half."""
+    """Return for each of `at` [m] the number of lower values [n], equal ones counted half."""
     values, order = values.sort()
     upto = torch.cat([weights.new_zeros(1), weights[order].cumsum(0)])
     lower, upper = (torch.searchsorted(values, at, side=side) for side in ("left", "right"))
@@ -129,21 +129,21 @@ def _below(at: Tensor, values: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Diagnostics:
-    """Hold how well a fit describes the rows; `print` shows it.
+    """Hold measures of how well a fit describes the rows; `print` shows them.
 
     Args:
-        deviance: Twice the log likelihood that a model of each row's own mean has more; of a
-            Gaussian outcome the sum of squared residuals. None of negative binomial counts.
-        null_deviance: The same of intercepts alone.
-        null_log_likelihood: Log likelihood of intercepts alone, in nats; None of a Gaussian
+        deviance: Twice the log likelihood that a saturated model has more; for a Gaussian outcome
+            the sum of squared residuals. None for negative binomial counts.
+        null_deviance: The same for intercepts alone.
+        null_log_likelihood: Log likelihood of intercepts alone, in nats; None for a Gaussian
             outcome.
         sites: Data frame of pandas, by site: rows, sums of the outcome and of its expectation.
         concordance: Data frame of pandas, by site: the area under the ROC curve with its standard
-            error and interval by DeLong, NaN of a site with one level of the outcome; last, of
-            pairs within sites. None elsewhere.
-        said: What is doubtful, in words: of counts more variation than the family's, by Pearson's
-            statistic, whose variance has the tails of rare counts in it; sites with other outcomes
-            than are expected there.
+            error and interval by DeLong, NaN for a site with one level of the outcome; last, that
+            of pairs within sites. None for other outcomes.
+        said: Problems, in words: counts that vary more than the family's, by Pearson's statistic,
+            whose variance accounts for the tails of rare counts; sites with other outcomes than
+            expected.
         released: What left each site.
     """
 
@@ -194,7 +194,7 @@ def diagnose(
         loss: Negative log likelihood there, in nats.
         rows: {site: its number of rows}.
         level: Probability of intervals.
-        counts: Whether it is asked if counts vary more than the family's.
+        counts: Whether to test if counts vary more than the family's.
     """
     names = asked.sites.names
     looks = asked.conduct(Looks(survey, len(names), at=state))
@@ -217,15 +217,15 @@ def diagnose(
 def _said(
     family: str, looks: Tensors, rows: dict[str, float], parameters: int | None
 ) -> tuple[str, ...]:
-    """Return in words what is doubtful in a fit with this number of parameters. Without their
-    number the variation of counts is not tested.
+    """Return texts on the problems of a fit with this number of parameters. Without the number, the
+    variation of counts is not tested.
     """
     found = []
     if family in COUNTS and parameters is not None:
         degrees = sum(rows.values()) - parameters
         pearson = float(looks["pearson"])
-        # A multiple of a chi-squared variable with Pearson's mean and variance, 2 and the excess
-        # kurtosis for each row: counts that are expected to be rare have most of it.
+        # A multiple of a chi-squared variable with Pearson's mean and variance, which is 2 and the
+        # excess kurtosis for each row; that of rare counts is largest.
         multiple = 1 + float(looks["tails"]) / (2 * degrees)
         p = float(stats.chi2.sf(pearson / multiple, degrees / multiple))
         if p < DOUBT:
@@ -242,7 +242,7 @@ def _said(
             seen, wanted = (float(looks[key][place]) for key in ("observed", "expected"))
             found.append(
                 f"{list(rows)[place]} has {seen:g} where {wanted:.1f} are expected: give each site "
-                "an intercept of its own, intercept='per_site'"
+                "its own intercept, intercept='per_site'"
             )
     return tuple(found)
 

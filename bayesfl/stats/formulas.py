@@ -1,8 +1,8 @@
-"""Formulas, as `disease ~ age * C(sex, levels=["f", "m"])`, which formulaic reads.
+"""Formulas for formulaic, such as `disease ~ age * C(sex, levels=["f", "m"])`.
 
-formulaic makes the specification of a design once, of the formula and the types of columns, and
-each site applies this one to its rows. So the design is the one that formulaic makes of all rows
-together. For this a category is declared with all its levels, and no part may learn from rows.
+formulaic makes the specification of a design once, from the formula and the types of columns, and
+each site applies it to its rows. So the design is the one that formulaic makes of the pooled rows.
+This requires that a category declares all its levels, and that no part learns from rows.
 """
 
 import re
@@ -17,7 +17,7 @@ import numpy as np
 from bayesfl.stats.terms import column_of, is_number
 
 ALONE = 12
-"""Number of rows whose values by themselves are compared with those among all rows."""
+"""Number of rows that are evaluated alone, for comparison with their values among all rows."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Formula:
         text: The formula.
         variables: Columns that the side reads.
         columns: Names of the columns that it makes, without an intercept.
-        spec: formulaic's specification, by which each site makes these columns. It stays where it
-            was made: a formula that arrived from another machine has none, and is never evaluated.
+        spec: formulaic's specification, from which a site makes these columns. It is never sent: a
+            formula from another machine has none, and is never evaluated.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Formula:
     spec: Any = field(default=None, compare=False, repr=False)
 
     def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the columns of a frame's rows, [n, p]; NaN where a value that a column reads is
+        """Return the columns of a frame's rows, [n, p]; NaN if a value that the column reads is
         missing.
 
         Raises:
@@ -48,17 +48,17 @@ class Formula:
         """
         if self.spec is None:
             raise ValueError(
-                f"the formula {self.text!r} arrived from another machine, and runs no code here: "
-                "give it in this machine's own code, as analyse(formula=...)"
+                f"the formula {self.text!r} comes from another machine, and runs no code here: "
+                "pass it in this machine's own code, as analyse(formula=...)"
             )
         rows = _rows(frame, self.variables, site)
         found, gone = self._made(rows, site)
         known = np.isfinite(found)
-        wrong = (~known & ~gone).any(0)  # also of what formulaic learnt, see `_specified`
+        wrong = (~known & ~gone).any(0)  # also if formulaic learns, see `_specified`
         own = _own(self.spec)
         parts = [at for at, term in own.items() if not all(_column(f, rows) for f in term.factors)]
-        # A part that learns is not the same where a row stands alone: one of those with the lowest
-        # and the highest values, which any order of rows has, and some between.
+        # A part that learns differs for a row alone. Rows with the lowest and highest values and
+        # some between are evaluated, so the order of rows does not matter.
         order = np.where(known, found, np.inf)[:, parts].argsort(0, kind="stable")
         counts = enumerate(known[:, parts].sum(0))
         places = {
@@ -69,21 +69,21 @@ class Formula:
             wrong |= ~np.isclose(found[row], alone, rtol=1e-9, atol=0, equal_nan=True)
         if wrong.any():
             raise ValueError(
-                f"{np.array(self.spec.column_names)[wrong].tolist()} learn from a site's rows, as "
-                f"their mean or range, or are infinite or undefined at site {site!r}: write "
+                f"{np.array(self.spec.column_names)[wrong].tolist()} learn from a site's rows, for "
+                f"example their mean, or are infinite or undefined at site {site!r}: write "
                 "numbers, as I((age - 60) / 10) or bs(age, knots=[50, 60], lower_bound=20, "
-                "upper_bound=90), and leave rows out which have none"
+                "upper_bound=90), and leave out rows without a value"
             )
         return found[:, list(own)]
 
     def _made(self, rows: Any, site: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return all columns, and where a value that they read is missing, [n, q] each."""
+        """Return all columns, and whether a value that they read is missing, [n, q] each."""
         found = _matrix(self.text, self.spec, rows, site)[1]
         gone = np.zeros(found.shape, bool)
         for term, places in self.spec.term_indices.items():
             read = _variables(self.spec.term_variables[term], rows)
             gone[:, places] = rows[read].isna().any(axis=1).to_numpy()[:, None]
-        # A comparison is False where a value is missing, and a category 0 at each level.
+        # For a missing value a comparison is False, and a category 0 at each level.
         return np.where(gone, np.nan, found), gone
 
 
@@ -94,10 +94,10 @@ def formula_of(
     if it names one.
 
     Args:
-        text: The formula. Its parts are Python expressions, so take none from people you do not
+        text: The formula. Its parts are Python expressions, so evaluate only formulas that you
             trust.
-        frames: {site: its data frame}, of which only the types of columns are used.
-        right_only: Whether the outcome is left out, as of rows that have none.
+        frames: {site: its data frame}; only the types of columns are used.
+        right_only: Whether to ignore the outcome, for rows without one.
 
     Raises:
         ImportError: formulaic is not installed.
@@ -122,15 +122,14 @@ def formula_of(
         raise ValueError(f"formula {text!r} must have one outcome and one right side, of numbers")
     if "1" not in [str(term) for term in right]:
         raise ValueError(
-            f"formula {text!r} leaves out the intercept, which is the fit's: take 0 + or - 1 out "
-            "of it"
+            f"formula {text!r} removes the intercept, which the fit controls: delete 0 + or - 1"
         )
     return _specified(text, right, frames), outcome
 
 
 def _specified(text: str, side: Any, frames: Mapping[str, Any]) -> Formula:
-    """Return one side of a formula with its specification, which is made of a row of which all is
-    missing: what formulaic learns of that is NaN, and so is then each site's column.
+    """Return one side of a formula with its specification, made from a row of missing values.
+    Whatever formulaic learns from that row is NaN, and so are the columns of each site.
     """
     first = min(frames)
     names = frames[first].columns.drop_duplicates(keep=False)
@@ -146,18 +145,18 @@ def _specified(text: str, side: Any, frames: Mapping[str, Any]) -> Formula:
             column = min(of, default=factor.expr)
             given = {v for site, x in frames.items() for v in column_of(x, column, site).dropna()}
             raise ValueError(
-                f"{factor.expr!r} is a category, whose levels a formula declares, the reference "
-                f"first, as C({column}, levels={sorted(given, key=str)[:20]}); or make it numbers"
+                f"{factor.expr!r} is a category: declare its levels, the reference first, as "
+                f"C({column}, levels={sorted(given, key=str)[:20]}), or convert it to numbers"
             )
         if column := _column(factor, rows):
-            # `cp[2]` in place of `C(cp, levels=[1, 2, 3])[T.2]`, as of bf.stats.levels
+            # `cp[2]` for `C(cp, levels=[1, 2, 3])[T.2]`, as bf.stats.levels names it
             names = [re.sub(rf"{re.escape(str(factor))}\[(T\.)?", f"{column}[", n) for n in names]
     return Formula(text, tuple(sorted(read)), tuple(names[at] for at in _own(spec)), spec)
 
 
 def _matrix(text: str, spec: Any, rows: Any, site: str) -> tuple[Any, np.ndarray]:
-    """Return what formulaic makes of rows by a specification, or by one side of a formula: the
-    specification, and all columns [n, q].
+    """Return formulaic's specification and columns [n, q] of rows, from a specification or from one
+    side of a formula.
     """
     gone = rows.isna().any(axis=1).to_numpy()
     try:
@@ -169,24 +168,24 @@ def _matrix(text: str, spec: Any, rows: Any, site: str) -> tuple[Any, np.ndarray
         raise ValueError(
             f"formula {text!r} cannot be evaluated at site {site!r} of {[*rows]}: "
             f"{'it has text, dates or spans of time' if isinstance(error, TypeError) else error} "
-            "(parts make numbers of a row by itself, without learning from others: of text C(..., "
-            "levels=[...]), of a date {(day - np.datetime64('2020-01-01')) / "
-            "np.timedelta64(1, 'D')})"
+            "(each part makes numbers of a single row, without learning from others: write C(..., "
+            "levels=[...]) for text, {(day - np.datetime64('2020-01-01')) / "
+            "np.timedelta64(1, 'D')} for a date)"
         ) from error
 
 
 def _category(
     data: Any, contrasts: Any = None, *, gone: np.ndarray, levels: Any = (), **options: Any
 ) -> Any:
-    """Return what C of formulaic returns, which takes a level that is not declared for the
-    reference.
+    """Return formulaic's C. Undeclared levels, which formulaic would treat as the reference, raise
+    an error.
 
     Args:
         data: The values, [n].
-        contrasts: The coding, as of formulaic.
-        gone: Of which rows something is missing, [n].
-        levels: The levels; none where they are not declared.
-        **options: Further ones of formulaic.
+        contrasts: The coding, as in formulaic.
+        gone: Whether a value of the row is missing, [n].
+        levels: The levels; empty if they are not declared.
+        **options: Further options of formulaic.
 
     Raises:
         ValueError: There are other levels.
@@ -197,13 +196,13 @@ def _category(
     levels, given = list(levels), pandas.Series(np.asarray(data), dtype=object)
     known = given.isin(levels)
     if others := sorted({*given[~known & ~gone]}, key=str) if levels else []:
-        raise ValueError(f"{others[:5]} are none of the levels {levels}; list them")
+        raise ValueError(f"{others[:5]} are not among the levels {levels}; list them")
     return C(given.where(known, next(iter(levels), None)), contrasts, levels=levels, **options)
 
 
 def _rows(frame: Any, names: Any, site: str) -> Any:
-    """Return columns as a formula reads them: all numbers in float64, so that an expression is the
-    same for all types of these, dates, and all else as objects.
+    """Return columns for a formula: all numbers in float64, so that expressions do not depend on
+    their types, dates as they are, and all else as objects.
     """
     given = {name: column_of(frame, name, site) for name in names}
     typed = {
@@ -216,16 +215,16 @@ def _rows(frame: Any, names: Any, site: str) -> Any:
 
 
 def _own(spec: Any) -> dict[int, Any]:
-    """Return the places of the columns but the intercept, with their terms."""
+    """Return the places of the columns except the intercept, with their terms."""
     return {at: t for t, places in spec.term_indices.items() for at in places if str(t) != "1"}
 
 
 def _column(factor: Any, rows: Any) -> str | None:
-    """Return the column that a part of a term is, or whose category it is."""
+    """Return the column that a part of a term is, or declares as a category."""
     starts = {name: (f"C({name},", f"C(`{name}`,") for name in rows}
     return next((n for n, of in starts.items() if factor.expr.startswith(of) or factor == n), None)
 
 
 def _variables(read: Any, rows: Any) -> list[str]:
-    """Return the columns among the variables of formulaic, of which `age` of `age.clip`."""
+    """Return the columns among the variables of formulaic, such as `age` for `age.clip`."""
     return sorted({str(v) if str(v) in rows else str(v.root) for v in read} & {*rows})

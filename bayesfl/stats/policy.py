@@ -1,12 +1,12 @@
-"""Rules of a site on what it answers, which its own machine keeps.
+"""A site's rules for its answers, which its own machine enforces.
 
 The rules are those of DataSHIELD's disclosure filters (`nfilter.subset`, `nfilter.tab`,
-`nfilter.glm`) and of vantage6's limits on columns and on the number of organisations. They look at
-each question before it is answered, and a refusal has the rule's name alone.
+`nfilter.glm`) and of vantage6's limits on columns and on the number of organisations. They check
+each question before it is answered; a refusal contains only the rule's name.
 
-They bound what an answer reveals of one person. They are no proof against somebody who has all
-other rows, or asks as many questions made for it as there are rows, or whose code runs on the
-site's machine; see the guide to privacy for who is meant to be stopped.
+They bound what an answer reveals about one person. They do not stop somebody who has all other
+rows, who puts as many tailored questions as there are rows, or whose code runs on the site's
+machine; the guide to privacy lists the attacks.
 """
 
 import math
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from bayesfl.stats.tables import Site, Tables
 
 LOG_LIKELIHOOD = "log_likelihood"
-"""The answer's name under which log likelihoods at shared draws leave a site."""
+"""Name of log likelihoods at shared draws in an answer."""
 Put: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]], dict[str, str]], Tensors]
-"""How a question is put to sites: its state, the shapes of the answer, and {site: the rule of the
-default policy that its answer breaks}, which is filled, to the sum of the answers.
+"""Function that puts a question to sites and returns the sum of the answers. Its arguments are the
+state, the shapes of the answer, and {site: the rule of the default policy that its answer breaks},
+which it fills.
 """
 MOST = 0.9
-"""A column is that of a few rows if these hold so much of its squares about the median."""
+"""Share of a column's squares about the median above which a few rows make the column."""
 
 
 class Refusal(ValueError):
@@ -64,27 +65,25 @@ class Policy:
     """Set the rules for what a site answers.
 
     Args:
-        min_rows: No row holds more than 1 / min_rows of an answer's weight, where a row's weight is
-            its own times what the question's parameters give it, as mu (1 - mu) or exp(eta); so a
-            site has at least `min_rows` rows. Also, two analyses, and two columns with two values,
-            that differ, do so in at least `min_rows` rows.
-        min_level: Fewest people of what is counted or is a column of its own, unless there are
-            none: of a level, of a column with two values as the outcome or weights, of products of
-            these, of a group, of a bin of times, and of the rows that hold nine tenths of a
-            column's squares about its median, also of an offset's or of weights'. Counts below a
-            quantile's threshold are told in steps of as many.
-        max_parameters_per_row: Largest number of parameters, or of columns, for each row.
-        min_sites: Fewest sites whose answers are added where the sum hides each, also in what
-            follows of several such sums; without effect where answers are seen singly, as over a
-            network.
+        min_rows: No row has more than 1 / min_rows of an answer's weight: its own weight times the
+            model's, such as mu (1 - mu) or exp(eta). So a site has at least `min_rows` rows. Two
+            analyses, and two columns with two values, are equal or differ in at least `min_rows`
+            rows.
+        min_level: Minimum number of people, unless there are none, of a level, of either value of a
+            column with two values, such as the outcome or weights, of products of these, of a
+            group, of a bin of times, and of the rows that hold nine tenths of a column's, an
+            offset's or the weights' squares about the median. Counts below a quantile's threshold
+            are returned in steps of this size.
+        max_parameters_per_row: Maximum number of parameters, or of columns, for each row.
+        min_sites: Minimum number of sites in a sum that hides single answers, also in combinations
+            of several such sums; without effect if answers are seen singly, as over a network.
         columns: The only columns that may be read; None for all.
-        exact_times: Whether a question may be about exact times of events, or on a grid of one's
-            own.
+        exact_times: Whether a question may use exact times of events, or its own grid.
         digits: Digits of times and thresholds.
-        max_draws: Most log likelihoods at shared draws, as of `mixed`, in all runs.
+        max_draws: Maximum number of log likelihoods at shared draws, as for `mixed`, over all runs.
 
-    A site that refuses the first question by `min_level` is left out by name; any other refusal
-    ends the fit. See the guide to privacy for what each rule stops.
+    A site that refuses the first question by `min_level` is left out and named; any other refusal
+    ends the fit. The guide to privacy lists the attacks that each rule stops.
 
     Example:
         >>> import pandas as pd
@@ -105,7 +104,7 @@ class Policy:
     digits: Count = 2
     max_draws: Natural = 4000
     ledger: Ledger = field(default_factory=Ledger, init=False, repr=False, compare=False)
-    """What was asked before."""
+    """The earlier questions."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Policy":
@@ -119,18 +118,16 @@ class Policy:
 
         Raises:
             TypeError: There is no such rule.
-            ValueError: A rule has a value that it cannot have.
+            ValueError: A rule has an invalid value.
         """
         return cls(**tomllib.loads(Path(path).read_text()))
 
     def broken(self, question: "Question", site: "Site") -> str | None:
-        """Return the rule that a question breaks at a site, before its answer is made; None if
-        none.
-        """
+        """Return the rule that a question breaks at a site, before it is answered; None if none."""
         return self.unsafe(question, site) or self._with_others(question, site)
 
     def keep(self, question: "Question", site: "Site") -> None:
-        """Note an answer, which counts for later questions."""
+        """Record an answer for the check of later questions."""
         self.ledger.keep(site, self._indicators(question, site))
         for (time, event), ends in question.ends.items():
             self.ledger.keep_ends(site, time, event, ends)
@@ -138,7 +135,7 @@ class Policy:
             self.ledger.hidden.add(frozenset(question.tables.names))
 
     def unsafe(self, question: "Question", site: "Site") -> str | None:
-        """Return the rule that a question breaks whatever was asked before; None if none."""
+        """Return the rule that a question breaks without regard to earlier ones; None if none."""
         survey, tables, state, n = question.survey, question.tables, question.state, len(site.x)
         named = question.named(site)
         read = {name for term in tables.terms for name in term.variables} | {*tables.beside}
@@ -175,7 +172,7 @@ class Policy:
         draws, drawn_before = drawn(question.shapes), self.ledger.drawn
         rules: dict[str, Callable[[], Any]] = {
             "max_draws": lambda: draws and drawn_before + draws > self.max_draws,
-            "min_sites, as other sums were told whose difference is one site's": lambda: (
+            "min_sites, as the difference to earlier sums is one site's": lambda: (
                 hidden and self.ledger.tells_one(question.tables.names)
             ),
             "min_level of a cell, as an earlier analysis had other bins of times": lambda: (
@@ -192,7 +189,7 @@ class Policy:
         return _first(rules)
 
     def even(self, weight: Tensor, people: Tensor) -> Tensor:
-        """Return whether no person holds too much of rows' weights [..., n], [...]; see `min_rows`.
+        """Return whether no person has too much of rows' weights [..., n], [...]; see `min_rows`.
 
         Args:
             weight: The weights.
@@ -204,13 +201,13 @@ class Policy:
         return even | (self.min_rows == 0)
 
     def _of_few(self, site: "Site", tables: "Tables") -> str | None:
-        """Return the first column that fewer rows than `min_level` make; None if none does."""
+        """Return the first column made by fewer rows than `min_level`; None if there is none."""
         few = [] if self.min_level < 2 else (site.held(self.min_level - 1) >= MOST).tolist()
         return next(compress(_names(tables), few), None)
 
     def _indicators(self, question: "Question", site: "Site") -> Indicators:
-        """Return who has which of two values, or which level, in the site's columns and those that
-        a question names.
+        """Return the rows with one of two values, or with each level, in the site's columns and in
+        those that a question names.
         """
         columns = zip(_names(question.tables), site.columns.T, site.has_two, strict=False)
         found = {name: values == values.max() for name, values, two in columns if two}
@@ -225,12 +222,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Question:
-    """A question as a policy sees it.
+    """A question as a policy checks it.
 
     Args:
         survey: The survey, a `SiteSurvey`.
         state: Its state.
-        tables: The sites that are asked.
+        tables: The sites.
         shapes: The shapes of an answer.
         hidden: Whether only the sum of the sites' answers is seen.
     """
@@ -248,9 +245,7 @@ class Question:
 
     @cached_property
     def digits(self) -> float:
-        """Return how many digits the times that it names have; infinitely many where it is about
-        exact times.
-        """
+        """Return the number of digits of the times in the question; infinity for exact times."""
         if any(getattr(part, "exact_times", False) for part in self.parts):
             return math.inf
         ends = [
@@ -264,8 +259,8 @@ class Question:
 
     @cached_property
     def ends(self) -> dict[tuple[str, str], set[float]]:
-        """Return the ends of bins at which events are counted, by the columns of times and events;
-        none for exact times.
+        """Return the ends of the question's bins by the columns of times and events; empty for
+        exact times.
         """
         found: dict[tuple[str, str], set[float]] = {}
         for part in self.parts if self.digits < math.inf else ():
@@ -277,7 +272,7 @@ class Question:
         return found
 
     def named(self, site: "Site") -> set[str]:
-        """Return a site's columns that the question names, as those of groups and times."""
+        """Return a site's columns that the question names, such as groups and times."""
         return {part for part in self.parts if isinstance(part, str) and part in site.frame}
 
 
@@ -288,7 +283,7 @@ def _names(tables: "Tables") -> list[str]:
 
 
 def _first(rules: Mapping[str, Callable[[], Any]]) -> str | None:
-    """Return the first rule that is broken, with what breaks it if that has a name."""
+    """Return the first broken rule, with the name of what breaks it, if it has one."""
     for rule, broken in rules.items():
         if what := broken():
             return f"{rule} {what}" if isinstance(what, str) else rule
@@ -296,13 +291,13 @@ def _first(rules: Mapping[str, Callable[[], Any]]) -> str | None:
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return how many log likelihoods at shared draws an answer of such shapes has."""
+    """Return the number of log likelihoods at shared draws in an answer of these shapes."""
     return torch.Size(shapes.get(LOG_LIKELIHOOD, (0,))).numel()
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return a question, the questions in it, and all texts in their fields but words of a fixed
-    list, which name no column.
+    """Yield a question, the questions in it, and all texts in their fields except `Literal` ones,
+    which name no column.
     """
     if isinstance(value, str):
         yield value
@@ -318,14 +313,14 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _rarest(site: "Site", question: Question) -> float:
-    """Return the number of rows of a site's rarest level; infinite where it has none."""
+    """Return the number of rows of a site's rarest level; infinity if it has none."""
     of_levels = (site.value_counts(name).min() for name in _categories(site, question))
     return float(min(site.least_of_two, *of_levels, math.inf))
 
 
 def _categories(site: "Site", question: Question) -> list[str]:
-    """Return the columns of categories, and of groups, of two values or of none that are numbers
-    among those that a question names.
+    """Return the columns of categories, and among those that a question names the ones of groups,
+    with two values, or without numbers.
     """
     terms: Any = question.tables.terms
     found = {one.column for one in terms if hasattr(one, "levels")}
@@ -335,5 +330,5 @@ def _categories(site: "Site", question: Question) -> list[str]:
 
 
 def _is_category(site: "Site", name: str) -> bool:
-    """Return whether a column has two values or none that are numbers."""
+    """Return whether a column has two values or holds no numbers."""
     return len(site.value_counts(name)) == 2 or site.frame[name].dtype.kind not in "iuf"

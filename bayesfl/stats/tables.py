@@ -1,7 +1,7 @@
-"""Tables of several sites, and what of their columns a regression reads.
+"""Tables of several sites, with the columns that a regression reads.
 
-A site's rows stay where they are; what a fit learns of them are sums over sites. All sites must
-have the same columns in the design, so categories are declared with their levels.
+A site's rows stay where they are; a fit receives only sums over sites. All sites must have the same
+columns in the design, so categories are declared with their levels.
 """
 
 import math
@@ -34,7 +34,7 @@ from bayesfl.stats.terms import (
 DEFAULT = Policy()
 
 Weighing: TypeAlias = Literal["none", "frequency", "probability"]
-"""What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
+"""Kind of weights: none, numbers of equal rows, or inverse probabilities."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Site:
         name: Its name.
         frame: Its complete rows, as a data frame of pandas.
         x: The design without an intercept, [n, p] in float64.
-        y: The outcome [n] in float64; None where the tables have none.
-        offset: What is added to the linear predictor, [n].
-        weights: The rows' weights, [n]; 1 where there are none.
-        dropped: Number of rows that were left out, as a value is missing, or as a policy does not
+        y: The outcome [n] in float64; None if the tables have none.
+        offset: Offset of the linear predictor, [n].
+        weights: The rows' weights, [n]; 1 if there are none.
+        dropped: Number of rows left out because a value is missing, or because a policy does not
             count few new rows.
-        weighing: What the weights are.
-        rows: A hash of the labels of its complete rows in the data frame that was given.
-        policy: The rules of what it answers; None where it answers all that is asked.
-        local: The log density that its rows have; None of a table alone.
+        weighing: The kind of weights.
+        rows: A hash of the labels of its complete rows in the original data frame.
+        policy: The rules for its answers; None if it answers every question.
+        local: The log density of its rows; None for a table alone.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Site:
     policy: Policy | None = None
     local: Any = field(default=None, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    """What the methods found that take long and are asked with each question."""
+    """Cache of slow methods that every question uses."""
 
     @property
     def counts(self) -> Tensor:
-        """Return how many rows each one stands for, [n]: its frequency weight, else 1."""
+        """Return the number of rows that each one represents, [n]: its frequency weight, or 1."""
         return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
 
     @property
@@ -88,15 +88,15 @@ class Site:
 
     @cached_property
     def columns(self) -> Tensor:
-        """Return the columns of the design, the outcome if there is one, what is added to the
-        linear predictor, and the weights, [n, q].
+        """Return the columns of the design, the outcome if there is one, the offset, and the
+        weights, [n, q].
         """
         given = [t[:, None] for t in (self.y, self.offset, self.weights) if t is not None]
         return torch.cat([self.x, *given], 1)
 
     def held(self, rows: int) -> Tensor:
-        """Return the largest share of a column's squares about its median that this number of rows
-        holds, of `columns`, [q]; NaN of constant ones.
+        """Return the largest share of the squares about the median that this number of rows holds,
+        for each of `columns`, [q]; NaN for constant ones.
         """
         if rows not in self.known:
             squares = (self.columns - self.columns.median(0).values).square()
@@ -112,14 +112,16 @@ class Site:
 
     @cached_property
     def least_of_two(self) -> float:
-        """Return how many rows have the rarer value of these; infinity where there are none."""
+        """Return the number of rows with the rarest value of these; infinity without such
+        columns.
+        """
         two = self.columns[:, self.has_two]
         counts = (two == two.amax(0)).sum(0) if two.numel() else ()
         return float(min((min(n, len(self.x) - n) for n in map(int, counts)), default=math.inf))
 
     def row_hashes(self, of: tuple[str, ...] | None = None) -> np.ndarray:
-        """Return a hash of each row by some columns, or by all, [n], which does not depend on the
-        types of numbers.
+        """Return a hash of each row by some columns, or by all, [n], independent of the types of
+        numbers.
         """
         from pandas.util import hash_pandas_object
 
@@ -148,7 +150,7 @@ class Site:
         )
 
     def column(self, name: str) -> Tensor:
-        """Return a column of numbers that is not in the design, as a time, [n] in float64.
+        """Return a column of numbers outside the design, such as times, [n] in float64.
 
         Raises:
             ValueError: The site has no such column, or a value is missing or no number.
@@ -158,14 +160,14 @@ class Site:
             if np.isnan(found).any():
                 raise ValueError(
                     f"site {self.name!r} has {int(np.isnan(found).sum())} rows without {name!r}; "
-                    "name it in tables(also=...), which looks at missing values, or leave these "
+                    "name it in tables(also=...), which checks for missing values, or leave these "
                     "rows out"
                 )
             self.known["numbers", name] = torch.tensor(found)
-        return self.known["numbers", name].clone()  # which the caller may write to
+        return self.known["numbers", name].clone()  # because the caller may write to it
 
     def value_counts(self, name: str) -> Any:
-        """Return how many rows have each value of a column, as a series of pandas."""
+        """Return the number of rows with each value of a column, as a series of pandas."""
         if ("counts", name) not in self.known:
             self.known["counts", name] = self.frame[name].value_counts()
         return self.known["counts", name]
@@ -173,18 +175,17 @@ class Site:
 
 @dataclass(frozen=True, repr=False)
 class Tables:
-    """Hold the rows of several sites, to which `bf.stats` puts its questions; see `tables`.
+    """Hold the rows of several sites for the questions of `bf.stats`; see `tables`.
 
     Args:
         sites: The sites, by name.
         terms: The terms of the design.
         columns: Names of the p columns of the design.
-        outcome: Name of the outcome; None where there is none.
+        outcome: Name of the outcome; None if there is none.
         ids: The sites' numbers among all sites, [J].
         beside: Names of the columns that outcome, offset and weights are made of.
-        policy: What the sites answer; None for all that is asked.
-        offset: Name of the column of what is added to the linear predictor; None where there is
-            none.
+        policy: The rules for the sites' answers; None to answer every question.
+        offset: Name of the offset column of the linear predictor; None if there is none.
 
     Example:
         >>> import pandas as pd
@@ -229,7 +230,7 @@ class Tables:
 
     @property
     def weighing(self) -> Weighing:
-        """Return what the weights of rows are."""
+        """Return the kind of weights."""
         return self.sites[0].weighing
 
     def only(self, names: Sequence[str]) -> "Tables":
@@ -244,9 +245,9 @@ class Tables:
         return replace(self, sites=kept, ids=np.arange(len(kept)))
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
-        """Return how a question is put to all sites here.
+        """Return the function that puts a question to all sites here.
 
-        The question raises `bayesfl.stats.policy.Refusal` where it breaks a rule of a site's.
+        It raises `bayesfl.stats.policy.Refusal` if the question breaks a site's rule.
         """
         added, hidden = ask_here(survey, self, aggregation), aggregation is not None
 
@@ -276,7 +277,7 @@ class Tables:
         """Return the design of other rows, [n, p] in float64, NaN where a value is missing.
 
         Raises:
-            ValueError: A column is absent, or holds what no row of a fit may hold.
+            ValueError: A column is absent, or has an invalid value.
         """
         return design(pandas_of(frame), self.terms)
 
@@ -302,34 +303,33 @@ def tables(
     Args:
         frames: {site: its data frame, of pandas, or of polars and others by Arrow's capsule
             interface}; the name of a site or of a column is text, a number's its digits.
-        outcome: Column of the outcome: numbers, or 0 and 1; None where only `cox` and
-            `kaplan_meier` follow, which name theirs.
-        terms: What stands in the design: names of columns of numbers or truth values, and `levels`.
-        formula: In place of outcome and terms, what formulaic reads, if it is installed, as
-            `np.log(pay) ~ age * C(sex, levels=["f", "m"])`. Its design is the one that formulaic
-            makes of all rows together. Each category is declared by C with its levels, the
-            reference first, here and over a network alike, where no machine has all rows; other
-            expressions are of a row's own values, as `bs(age, knots=[50, 60], lower_bound=20,
-            upper_bound=90)`.
-        offset: Column of what is added to the linear predictor, as a logarithm of exposure.
-        frequency_weights: Column of how many equal rows each one stands for: whole numbers > 0.
-            Fits, errors and numbers of rows are those of a table in which it stands so often, but
+        outcome: Column of the outcome: numbers, or 0 and 1; None for `cox` and `kaplan_meier`,
+            which name theirs.
+        terms: The terms of the design: names of columns of numbers or truth values, and `levels`.
+        formula: Replaces outcome and terms: a formula for formulaic, if it is installed, such as
+            `np.log(pay) ~ age * C(sex, levels=["f", "m"])`. The design is the one that formulaic
+            makes of the pooled rows. C declares each category with its levels, the reference first,
+            here and over a network, because no machine has all rows. Other expressions use a row's
+            own values, such as `bs(age, knots=[50, 60], lower_bound=20, upper_bound=90)`.
+        offset: Offset column of the linear predictor, such as a logarithm of exposure.
+        frequency_weights: Column with the number of equal rows that each row represents: whole
+            numbers > 0. Fits, errors and numbers of rows equal those of the repeated rows, except
             for ties of `cox`, whose weighted form is Therneau and Grambsch's.
-        probability_weights: Column of weights of sampling or of treatment, > 0, in any unit, as 1
-            over the probability to be in the sample, or in one's arm. Errors of `glm` and `cox` are
-            then robust, and there is no likelihood: what needs one refuses them.
-        also: Further columns whose values may not be missing, as times, events and groups.
-        missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
-            leaves them out, and fits say how many at which site.
-        policy: What each site answers; None for all that is asked. Over a network each node has its
-            own.
+        probability_weights: Column of weights of sampling or of treatment, > 0, in any unit, such
+            as 1 over the probability of being in the sample, or in one's arm. `glm` and `cox` then
+            report robust errors. There is no likelihood, and methods that need one refuse them.
+        also: Further columns without missing values, such as times, events and groups.
+        missing: What happens to rows with a missing value: `refuse` raises, `complete` leaves them
+            out, and fits report their number by site.
+        policy: The rules for the sites' answers; None to answer every question. Over a network each
+            node has its own.
 
     Raises:
         ImportError: A formula is given, and formulaic is not installed.
         TypeError: `frames` is no mapping of names to data frames.
-        ValueError: Two sites have one name; one lacks a column or has no row, a value is missing
-            and none may be, or is none that its column may hold; a formula learns from rows, as by
-            center(age), or has a category without its levels.
+        ValueError: Two sites have one name; a site lacks a column or has no row; a value is missing
+            or invalid; a formula learns from rows, as center(age) does, or has a category without
+            its levels.
 
     Example:
         >>> import pandas as pd
@@ -355,7 +355,7 @@ def tables(
     if formula is not None:
         right, left = formula_of(formula, frames)
         if terms or (outcome is not None and left is not None):
-            raise ValueError("a formula stands in place of terms= and outcome=; leave these out")
+            raise ValueError("a formula replaces terms= and outcome=; leave these out")
         parts = (right,)
         if left is not None:
             (outcome,), sources = left.columns, left.variables
@@ -393,8 +393,8 @@ def tables(
             raise ValueError(f"site {name!r} has weights <= 0 in {weights!r}; leave these rows out")
         if frequency_weights and bool((found[frequency_weights] % 1 != 0).any()):
             raise ValueError(
-                f"site {name!r} has weights in {weights!r} that are no whole numbers; weights of "
-                "sampling or treatment are probability_weights="
+                f"site {name!r} has weights in {weights!r} that are not whole numbers; pass "
+                "weights of sampling or treatment as probability_weights="
             )
         n = int(kept.sum())
         sites.append(
@@ -413,8 +413,8 @@ def tables(
     if gaps and missing == "refuse":
         told = "; ".join(f"{site}: {counts}" for site, counts in gaps.items())
         raise ValueError(
-            f"values are missing ({told}); pass missing='complete' to leave such rows out, or fill "
-            "them before"
+            f"values are missing ({told}); pass missing='complete' to leave these rows out, or "
+            "impute them before"
         )
     places = np.arange(len(sites))
     sources += tuple(name for name in (offset, weights) if name is not None)
@@ -422,10 +422,10 @@ def tables(
 
 
 def _by_text(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what is given by site by the sites' names as text.
+    """Return a mapping by site with the sites' names as text.
 
     Raises:
-        ValueError: Two names are one text.
+        ValueError: Two names are the same as text.
     """
     names = [str(name) for name in given]
     if twice := sorted((name for name in given if names.count(str(name)) > 1), key=str):
@@ -441,21 +441,19 @@ def design(frame: Any, terms: Sequence[Any], site: str = "the frame") -> Tensor:
     missing.
 
     Raises:
-        ValueError: A column is absent, or holds what no row of a fit may hold.
+        ValueError: A column is absent, or has an invalid value.
     """
     parts = [term.values(frame, site).astype(np.float64) for term in terms]
     return torch.from_numpy(np.concatenate([np.zeros((len(frame), 0)), *parts], 1))
 
 
 def offsets(frame: Any, column: str | None) -> Tensor:
-    """Return what is added to the linear predictors of a frame's rows, by a column, [n]; 0 where
-    there is none.
-    """
+    """Return the offsets of a frame's rows from a column, [n]; 0 if there is none."""
     return torch.tensor(0.0 if column is None else numbers(frame, column, "the frame"))
 
 
 def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:
-    """Say which columns lack values, and in how many rows one at least does."""
+    """Return a text with the columns that lack values, and the number of incomplete rows."""
     names = dict.fromkeys([*(name for term in terms for name in term.variables), *wanted])
     counts = {name: int(frame[name].isna().sum()) for name in names}
     told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)

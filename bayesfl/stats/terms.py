@@ -24,7 +24,7 @@ class Number:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Return the columns of a frame that it reads."""
+        """Return the columns of a frame that the term reads."""
         return (self.column,)
 
     @property
@@ -36,7 +36,7 @@ class Number:
         """Return the column of a frame's rows, [n, 1].
 
         Raises:
-            ValueError: It holds something else than numbers, or an infinite one.
+            ValueError: It contains other than numbers, or an infinite one.
         """
         return numbers(frame, self.column, site)[:, None]
 
@@ -65,12 +65,12 @@ class Levels(Number):
         """
         given = column_of(frame, self.column, site)
         missing = given.isna().to_numpy()
-        # as objects, since nullable types know a third answer to whether two values are equal
+        # as objects, because comparisons of nullable types can be missing
         given = given.astype(object).where(~missing, self.levels[0])
         if others := sorted({*given} - {*self.levels}, key=str):
             raise ValueError(
-                f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
-                f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
+                f"site {site!r} has the values {others[:5]} in {self.column!r}, not among its "
+                f"levels {list(self.levels)}; list them in levels(), or leave these rows out"
             )
         found = [(given == level).to_numpy(dtype=bool, na_value=False) for level in self.levels[1:]]
         return np.where(missing[:, None], np.nan, np.stack(found, 1))
@@ -84,8 +84,8 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
 
     Args:
         column: Name of the column.
-        values: The levels as they stand in the column, two at least; each but the first has a
-            column 0 or 1 in the design, called `column[level]`.
+        values: The column's values, at least two; each but the first has a column of 0 and 1 in the
+            design, `column[level]`.
 
     Raises:
         ValueError: There are fewer than two levels, or one is named twice.
@@ -101,7 +101,7 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
 
 
 def is_number(given: Any) -> bool:
-    """Return whether a column holds numbers or truth values; text of digits is none."""
+    """Return whether a column holds numbers or truth values; digits as text are not numbers."""
     if given.dtype == object:
         return all(isinstance(value, Real | Decimal | np.bool_) for value in given.dropna())
     return given.dtype.kind in "iufb"
@@ -111,14 +111,14 @@ def numbers(frame: Any, column: str, site: str) -> np.ndarray:
     """Return a column of numbers, [n] in float64, NaN where a value is missing.
 
     Raises:
-        ValueError: It is absent, or holds something else than numbers, or an infinite one.
+        ValueError: It is absent, or contains other than numbers, or an infinite one.
     """
     given = column_of(frame, column, site)
     if not is_number(given):
         some = sorted({str(value) for value in given.dropna()})[:5]
         raise ValueError(
-            f"site {site!r} has no numbers in {column!r}, but {some}; take "
-            f"levels({column!r}, [...]) for a category, or make numbers of it"
+            f"site {site!r} has no numbers in {column!r}, but {some}; declare a category by "
+            f"levels({column!r}, [...]), or convert the values to numbers"
         )
     found = given.to_numpy(dtype=np.float64, na_value=np.nan)
     if np.isinf(found).any():
@@ -130,7 +130,7 @@ def column_of(frame: Any, column: str, site: str) -> Any:
     """Return a column of a site's frame.
 
     Raises:
-        ValueError: It is absent, or there are several of that name.
+        ValueError: It is absent, or several columns have the name.
     """
     if (found := list(frame.columns).count(column)) != 1:
         raise ValueError(

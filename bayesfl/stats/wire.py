@@ -1,7 +1,7 @@
-"""Questions and designs as text, by which a machine elsewhere makes the same.
+"""Questions and designs as text, from which another machine makes the same.
 
-Only the library's own classes of questions and terms are made, of plain values: what arrives runs
-no code.
+Only the library's own classes of questions and terms are made, from plain values: received text
+runs no code.
 """
 
 import json
@@ -17,7 +17,7 @@ from bayesfl.stats.terms import Levels, Number
 
 
 def known() -> dict[str, type]:
-    """Return the classes that may be made, by name."""
+    """Return the classes that text can make, by name."""
     parts = (Number, Levels, Formula, Parameter, Grid)
     surveys: list[type] = [SiteSurvey]
     for one in surveys:
@@ -36,7 +36,7 @@ def written(value: Any) -> str:
         value: A question, a term, or a tuple of these.
 
     Raises:
-        TypeError: It holds something else than plain values.
+        TypeError: It contains other than plain values.
 
     Example:
         >>> from bayesfl.stats.asking import Sums
@@ -48,10 +48,10 @@ def written(value: Any) -> str:
 
 
 def read(text: str) -> Any:
-    """Return what `written` made text of.
+    """Return the question or terms that `written` wrote.
 
     Raises:
-        ValueError: It is no JSON, or there is no such question or term, or it has other fields.
+        ValueError: It is not JSON, or there is no such question or term, or it has other fields.
 
     Example:
         >>> from bayesfl.stats.wire import read

@@ -407,7 +407,7 @@ def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(
     assert own.table().equals(wanted.table())
     assert own.names[2] == "kind[a]:age"
     assert torch.equal(own.predict(rows.drop(columns="ill")), wanted.predict(rows))
-    with pytest.raises(ValueError, match="arrived from another machine, and runs no code"):
+    with pytest.raises(ValueError, match="comes from another machine, and runs no code"):
         found().predict(rows)
     with pytest.raises(ValueError, match="formula= is 'ill ~ age', but the sites' terms"):
         found(formula="ill ~ age").predict(rows)

@@ -144,7 +144,7 @@ def test_rows_left_out_are_counted_by_site():
     told = bf.stats.describe(given)
     assert told.dropped == {"east": 2, "north": 0, "south": 0, "west": 5}
     assert told.statistics.loc[("", "rows"), "west"] == SIZES["west"] - 5
-    assert "left out, as a value is missing or as few are new: east 2, west 5" in str(told)
+    assert "left out, with a missing value or as few new ones: east 2, west 5" in str(told)
 
 
 def test_what_is_printed(told: Any):

@@ -126,7 +126,7 @@ def test_errors_by_site_need_three():
         site: frame.assign(here=(site == "west") * frame["age"]) for site, frame in frames().items()
     }
     given = bf.stats.tables(rows, outcome="score", terms=["age", "here"])
-    with pytest.raises(ValueError, match=r"of \['here'\] one site alone says"):
+    with pytest.raises(ValueError, match=r"informs the coefficients of \['here'\]"):
         bf.stats.glm(given, **options, intercept="per_site")
 
 

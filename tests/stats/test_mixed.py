@@ -231,7 +231,7 @@ def test_mixed_models_of_the_same_columns_compare(line: Mixed):
         new = fit.predict(rows[:1])[:, 0] - fit.shared[:, 0]
         close((new / fit.levels[0].covariance[:, 0, 0].sqrt()).std(), 1.0, rtol=0.05)
     others = by_site(rows, terms=[]), by_site(rows[1:])
-    for other, said in zip(others, ("of other things", "of other rows of"), strict=True):
+    for other, said in zip(others, ("different things", "different rows of"), strict=True):
         with pytest.raises(ValueError, match=said):
             level.compare(bf.stats.mixed(other, family="gaussian", draws=300))
     with pytest.raises(ValueError, match="of other things"):

@@ -337,7 +337,7 @@ def test_sums_over_sites_do_not_tell_one(before: list[str], then: str, broken: b
         tables = bf.stats.tables(rows, outcome="ill", terms=["age"], policy=policy)
         for names in before:
             Questions(tables.only(list(names)), hides).conduct(Sums(len(names), 1))
-        with refuses(broken and policy is not None, "min_sites, as other sums were told"):
+        with refuses(broken and policy is not None, "min_sites, as the difference to earlier sums"):
             Questions(tables.only(list(then)), hides).conduct(Sums(len(then), 1))
 
 
@@ -346,7 +346,7 @@ def test_leave_one_out_says_why_it_is_not_offered():
     fit = bf.stats.glm(
         sites("binomial"), family="binomial", aggregation=bf.SecureSum(range=2.0**20)
     )
-    with pytest.raises(ValueError, match="leave_one_out is not offered where answers are added"):
+    with pytest.raises(ValueError, match="leave_one_out is not available where answers are added"):
         fit.leave_one_out("age")
     assert "rows [4], each site's own, outcome [4], each site's own" in str(fit.released)
     assert "sum [3]," in str(fit.released)
@@ -678,7 +678,7 @@ def test_the_same_sums_by_other_questions():
     }
     tables = bf.stats.tables(frames, outcome="sex", terms=["age"], policy=Policy())
     bf.stats.glm(tables, family="binomial", aggregation=bf.SecureSum())
-    with pytest.raises(Refusal, match="min_sites, as other sums were told"):
+    with pytest.raises(Refusal, match="min_sites, as the difference to earlier sums"):
         bf.stats.describe(
             tables.only("abc"), by=bf.stats.levels("sex", [0, 1]), aggregation=bf.SecureSum()
         )

@@ -133,7 +133,11 @@ def test_a_column_beside_the_design():
         ({"ill": ["0", "1", "1"]}, {"outcome": "ill"}, "no numbers in 'ill'"),
         ({"w": ["1", "2", "1"]}, {"frequency_weights": "w", "terms": ["age"]}, "no numbers in 'w'"),
         ({"on": pd.Timestamp("2020-01-01")}, {"terms": ["on"]}, "no numbers in 'on', but .'2020"),
-        ({}, {"terms": ["sex"]}, r"no numbers in 'sex', but \['f', 'm'\]; take levels\('sex'"),
+        (
+            {},
+            {"terms": ["sex"]},
+            r"\['f', 'm'\]; declare a category by levels\('sex'",
+        ),
         ({"age": np.inf}, {"terms": ["age"]}, "infinite numbers in 'age'"),
         ({"cp": [1, 2, 7]}, {"terms": [levels("cp", [1, 2, 3])]}, r"values \[7\] in 'cp'"),
     ],

@@ -1,1 +1,1 @@
-"""Posteriors of any log density over sites: what a site integrates, the questions, and the fit."""
+"""Posteriors of any log density over sites: the sites' integrals, the questions, and the fit."""

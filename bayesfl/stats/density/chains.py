@@ -1,4 +1,4 @@
-"""Hamiltonian chains that move together, so that a step of all is a question."""
+"""Hamiltonian chains in lockstep: a step of all chains is one question."""
 
 import numpy as np
 import torch
@@ -8,18 +8,17 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.stats.density.modes import Target
 
 CHAINS, TRAJECTORIES, LEAPS, STEP = 64, 24, 8, 0.4
-"""Chains that move together, how often, in how many steps, of what length at most."""
+"""Number of chains, of trajectories, of steps in each, and maximum length of a step."""
 
 
 def chains(target: Target, begin: Tensor, around: Tensor, seed: int) -> Tensor:
-    """Return states of Hamiltonian chains that move together, so that a step of all is a question,
-    [T C, q].
+    """Return states of Hamiltonian chains in lockstep, [T C, q]; a step of all is one question.
 
     Args:
         target: The log posterior.
-        begin: Where they begin, [C, q].
-        around: Covariance of the posterior, about, by whose root steps are measured, [q, q].
-        seed: Seed of momenta, of lengths of steps, and of what is accepted.
+        begin: Their starts, [C, q].
+        around: Approximate covariance of the posterior, [q, q], whose root is the unit of steps.
+        seed: Seed of momenta, of lengths of steps, and of acceptance.
 
     Source: Neal, "MCMC using Hamiltonian dynamics", Handbook of MCMC, 2011, section 5.3.
     """

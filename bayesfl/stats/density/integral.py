@@ -1,19 +1,19 @@
 """Integrals over a site's own parameters, of any log density.
 
-A site's log density f(phi, z) depends on the shared parameters phi [q] and on its own z [d], which
-have no range. The site returns the logarithm of the integral of exp f(phi, z) over z: by Laplace's
+A site's log density f(phi, z) depends on the shared parameters phi [q] and on its own z [d], both
+unconstrained. The site returns the logarithm of the integral of exp f(phi, z) over z: by Laplace's
 approximation around the mode z^ of f,
 
     log m(phi) = f(phi, z^) - log |H| / 2 + d log(2 pi) / 2,      H = -Hessian of f by z at z^,
 
-or, unless this is exact, as for normal rows, by nodes around the same mode: at each of those of the
-parameters that parts have in common, by those of each part. A part is a patient of a hospital, for
-example: given what patients have in common, none depends on another. H is then an arrow matrix,
-whose blocks need as many directions as a part has parameters, whatever the number of parts.
+or, unless this is exact, as for normal rows, by nodes around the same mode: at each node of the
+parameters that parts have in common, by nodes of each part. A part is a patient of a hospital, for
+example: given the common parameters, no patient depends on another. H is then an arrow matrix, and
+its blocks need one direction for each parameter of a part, for any number of parts.
 
-Nodes of one parameter are the trapezoid rule's after z = c sinh(u), which reaches far, so that it
-holds for long tails, too; those of a few are Gauss and Hermite's; those of more are draws of a
-Student t, whose weights are those of importance sampling.
+Nodes of one parameter are the trapezoid rule's after z = c sinh(u), which also covers long tails;
+those of a few are Gauss and Hermite's; those of more are draws of a Student t, weighted by
+importance sampling.
 
 Source: Takahasi, Mori, "Double exponential formulas for numerical integration", Publications of the
 RIMS 9, 1974, for the change of variable.
@@ -43,30 +43,30 @@ FAR = torch.linspace(-5, 5, 41, dtype=torch.float64)
 WIDE = 1.5
 """The factor c of sinh(u)."""
 NODES, FEWER = {2: 9, 3: 5}, {1: 9, 2: 5}
-"""Nodes of Gauss and Hermite for each of a part's parameters, by their number; where parts have
-something in common, for each of either.
+"""Nodes of Gauss and Hermite for each parameter of a part, by their number; if parts have common
+parameters, for each parameter of a part and each common one.
 """
 DRAWS = 256
-"""Number of draws of more parameters; a quarter where parts have something in common."""
+"""Number of draws of more parameters; a quarter if parts have common parameters."""
 Rule: TypeAlias = tuple[Tensor, Tensor]
 """Nodes [K, r], in standard deviations, and the logarithms of their weights [K]."""
 NUMBERS = 2**22
 """Maximum number of numbers, of rows or of own parameters, in one computation."""
 STEPS, HALVINGS = 100, 30
-"""Newton's steps towards a mode at most, and how often each is halved."""
+"""Maximum number of Newton's steps towards a mode, and of halvings of each."""
 
 
 def bent(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return the Hessian of a function by its first argument, without the forward mode of torch,
-    whose first call takes seconds.
+    """Return the Hessian of a function by its first argument, without torch's forward mode, whose
+    first call takes seconds.
     """
     return jacrev(grad(function))
 
 
 class InDouble(TorchFunctionMode):
-    """Compute in float64 what torch would make float32. Such are numbers in distributions, as a
-    gamma rounds its values to their precision, and products of whole numbers with a parameter
-    without dimensions, which they would round.
+    """Compute in float64 where torch would use float32: for numbers in distributions, to whose
+    precision a gamma rounds its values, and for products of whole numbers with a parameter without
+    dimensions.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class InDouble(TorchFunctionMode):
 
 class Unasked(TorchFunctionMode):
     """Skip the validation of torch's distributions, which `torch.vmap` cannot do for many draws at
-    once. What is not valid becomes NaN, and the draw is left out.
+    once. Invalid values become NaN, and the draw is left out.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,11 +95,11 @@ class Unasked(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Parts:
-    """Say which of a site's own parameters [d] depend on each other.
+    """Declare which of a site's own parameters [d] depend on each other.
 
     Args:
-        common: Places of those that all parts have in common, [s].
-        parts: Places of those of each part, [G, r].
+        common: Places of the parameters that all parts have in common, [s].
+        parts: Places of the parameters of each part, [G, r].
     """
 
     common: Tensor
@@ -112,9 +112,9 @@ class Parts:
 
     @classmethod
     def of(cls, density: Density, phi: Tensor, z: Tensor, groups: Tensor) -> "Parts":
-        """Return parts by the group of each parameter [d], -1 of what groups have in common; all as
-        one where the Hessian at phi [q] and z [d], or beside them, says that groups depend on each
-        other, or they are of different sizes.
+        """Return parts from the group of each parameter [d], -1 for common ones. All parameters are
+        one part if the Hessian at phi [q] and z [d], or near them, shows that groups depend on each
+        other, or if groups have different sizes.
         """
         sizes = groups[groups >= 0].bincount()
         if len(sizes) < 2 or (sizes != sizes[0]).any():
@@ -122,7 +122,7 @@ class Parts:
         order = groups.argsort(stable=True)
         common = (groups < 0).sum()
         found = cls(order[:common], order[common:].reshape(len(sizes), -1))
-        some = torch.linspace(-1, 1, len(z), dtype=z.dtype).exp()  # which no symmetry hides
+        some = torch.linspace(-1, 1, len(z), dtype=z.dtype).exp()  # without symmetries
         beside = phi + 0.3 * torch.linspace(-1, 1, len(phi) + 1, dtype=phi.dtype)[1:].exp()
         for at, own in ((phi, z), (beside, z + 0.1 * some)):  # a correlation may be 0 at phi
             pull: Any = vjp(lambda z, at=at: grad(density, argnums=1)(at, z), own)[1]
@@ -139,7 +139,7 @@ class Parts:
 
     @property
     def directions(self) -> Tensor:
-        """Return directions whose images under H have all that is not 0 of it, [s + r, d]."""
+        """Return directions whose images under H contain all its nonzero entries, [s + r, d]."""
         d = len(self.common) + self.parts.numel()
         found = torch.zeros(len(self.common) + self.parts.shape[1], d, dtype=torch.float64)
         found[torch.arange(len(self.common)), self.common] = 1
@@ -148,8 +148,8 @@ class Parts:
         return found
 
     def blocks(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return H's blocks by the images of `directions`, [..., s + r, d]: of what is common
-        [..., s, s], between parts and it [..., G, r, s], and of parts [..., G, r, r].
+        """Return H's blocks from the images of `directions`, [..., s + r, d]: of common parameters
+        [..., s, s], between parts and these [..., G, r, s], and of parts [..., G, r, r].
         """
         s = len(self.common)
         corner = images[..., :s, :][..., self.common]
@@ -157,11 +157,11 @@ class Parts:
         return corner, cross, images[..., s:, :][..., self.parts].movedim(-3, -1)
 
     def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the common numbers [..., s] and those of parts [..., G, r] among [..., d]."""
+        """Return the common numbers [..., s] and the parts' [..., G, r] among [..., d]."""
         return z[..., self.common], z[..., self.parts]
 
     def joined(self, common: Tensor, parts: Tensor) -> Tensor:
-        """Return [..., d] of the common numbers and those of parts; see `split`."""
+        """Return [..., d] from the common numbers and the parts'; see `split`."""
         order = torch.cat([self.common, self.parts.flatten()]).argsort()
         return torch.cat([common, parts.flatten(-2)], -1)[..., order]
 
@@ -171,10 +171,10 @@ class Curved:
     """Hold H's factors at some z, eliminated part by part.
 
     Args:
-        parts: Which parameters depend on each other.
+        parts: The dependence of parameters.
         inner: H's blocks of parts, [..., G, r, r].
-        follow: How parts follow what is common, [..., G, r, s].
-        left: H of what is common when parts are eliminated, [..., s, s].
+        follow: `inner`^-1 times H's blocks between parts and common parameters, [..., G, r, s].
+        left: H of the common parameters with parts eliminated, [..., s, s].
     """
 
     parts: Parts
@@ -184,12 +184,12 @@ class Curved:
 
     @classmethod
     def of(cls, parts: Parts, images: Tensor, safe: bool = False) -> "Curved":
-        """Make it of the images of the directions of `Parts`, [..., s + r, d].
+        """Make the factors from the images of the directions of `Parts`, [..., s + r, d].
 
         Args:
-            parts: Which parameters depend on each other.
+            parts: The dependence of parameters.
             images: The images.
-            safe: Whether eigenvalues are taken by their moduli, so that steps lead upwards.
+            safe: Whether eigenvalues are replaced by their moduli, so that steps lead upwards.
         """
         better = _moduli if safe else (lambda block: block)
         corner, cross, inner = parts.blocks(images)
@@ -199,7 +199,7 @@ class Curved:
 
     @property
     def log_volume(self) -> Tensor:
-        """Return log |H|, [...]; NaN where H is not positive definite."""
+        """Return log |H|, [...]; NaN if H is not positive definite."""
         return _log_volume(self.inner).sum(-1) + _log_volume(self.left)
 
     def solved(self, slope: Tensor) -> Tensor:
@@ -242,11 +242,11 @@ def spread(precision: Tensor, noise: Tensor) -> Tensor:
 
 
 def _rule(size: int, nested: bool) -> Rule:
-    """Return the nodes of a part's parameters, or of what parts have in common.
+    """Return the nodes of a part's parameters, or of the common ones.
 
     Args:
         size: The number of parameters.
-        nested: Whether parts have something in common.
+        nested: Whether parts have common parameters.
     """
     counts = FEWER if nested else NODES
     if size == 1 and not nested:
@@ -269,15 +269,15 @@ def _rule(size: int, nested: bool) -> Rule:
 
 @dataclass(frozen=True)
 class Integral:
-    """The integrals of J sites over their own parameters, which are alike: one density of different
-    rows. All are computed at once, at N shared vectors phi [N, q].
+    """The integrals of J alike sites over their own parameters: one density of different rows. All
+    are computed at once, at N shared vectors phi [N, q].
 
     Args:
         density: The log density.
-        parts: Which own parameters depend on each other.
-        begin: Where the search for their modes begins, [J, d].
+        parts: The dependence of own parameters.
+        begin: Start of the search for their modes, [J, d].
         rows: Tensors that the density takes, [J, ...].
-        width: How many numbers a site's longest tensor has.
+        width: Number of elements of a site's longest tensor.
     """
 
     density: Density
@@ -286,7 +286,7 @@ class Integral:
     rows: tuple[Tensor, ...] = ()
     width: int = 1
     rounding: ClassVar[float] = 1e-8
-    """Nats by which a normal density may seem to differ from one."""
+    """Tolerance, in nats, of the test whether a density is normal."""
 
     @property
     def size(self) -> int:
@@ -294,7 +294,8 @@ class Integral:
         return self.begin.shape[1]
 
     def each(self, function: Callable[..., Any], phi: Tensor, *at: Tensor) -> Any:
-        """Return what a function of one phi [q], of others and of one site's rows says at all.
+        """Return the values of a function of one phi [q], other arguments and one site's rows at
+        all vectors and sites.
 
         Args:
             function: The function.
@@ -328,9 +329,7 @@ class Integral:
         return slope, Curved(self.parts, *blocks)
 
     def modes(self, phi: Tensor) -> Tensor:
-        """Return the modes z^ [J, N, d] at phi [N, q], by Newton's steps, each halved where f
-        fell.
-        """
+        """Return the modes z^ [J, N, d] at phi [N, q], by Newton's steps, halved if f falls."""
         z = self.begin[:, None].expand(-1, len(phi), -1).clone()
         if not self.size:
             return z
@@ -340,7 +339,7 @@ class Integral:
             for _ in range(STEPS):
                 slope, curved = self.curvature(phi, z, safe=True)
                 move = curved.solved(slope)
-                live &= (slope * move).sum(-1) > 1e-18 + 1e-16 * best.abs()  # or is rounding
+                live &= (slope * move).sum(-1) > 1e-18 + 1e-16 * best.abs()  # else rounding
                 left = live.clone()
                 for _ in range(HALVINGS):
                     if not left.any():
@@ -350,7 +349,7 @@ class Integral:
                     z = torch.where(taken[..., None], z + move, z)
                     best = torch.where(taken, after, best)
                     move, left = move / 2, left & ~taken
-                live &= ~left  # which rounding keeps from rising
+                live &= ~left  # rounding prevents a rise
                 if not live.any():
                     break
         return z
@@ -365,9 +364,7 @@ class Integral:
             return (curved.log_volume.isfinite() & (left < 1e-6))[:, 0]
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
-        """Return f [J, N] at phi [N, q] and z [J, N, d]; minus infinity where it is not a
-        number.
-        """
+        """Return f [J, N] at phi [N, q] and z [J, N, d]; minus infinity if it is NaN."""
         found = self.each(self.density, phi, z)
         return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
@@ -409,8 +406,8 @@ class Integral:
         return slope, by_phi + by_z @ moved
 
     def derivatives(self, phi: Tensor, order: int = 2) -> list[Tensor]:
-        """Return Laplace's log m [J, N], and as far as the order says its slopes [J, N, q] and its
-        Hessians [J, N, q, q] by phi [N, q].
+        """Return Laplace's log m [J, N], with `order` 1 also its slopes [J, N, q], and with 2 also
+        its Hessians [J, N, q, q] by phi [N, q].
         """
         z = self.modes(phi)
         found = [self.laplace(phi, z)]
@@ -424,15 +421,15 @@ class Integral:
 
     @property
     def units(self) -> Tensor:
-        """Return the places of parameters that depend on no others, [U, r]: of each part, or of
-        all together where parts have something in common.
+        """Return the places of independent groups of parameters, [U, r]: each part, or all together
+        if parts have common parameters.
         """
         if len(self.parts.common):
             return torch.arange(self.size)[None]
         return self.parts.parts
 
     def log_marginals(self, phi: Tensor) -> Tensor:
-        """Return log m [J, N] at phi [N, q], by nodes unless Laplace's is exact."""
+        """Return log m [J, N] at phi [N, q], by nodes unless Laplace's approximation is exact."""
         s, r = len(self.parts.common), self.parts.parts.shape[1]
         with torch.no_grad():
             if not self.size or self._is_normal(phi[[0, -1]]):
@@ -442,14 +439,14 @@ class Integral:
             return torch.cat([self._by_nodes(one, *rules) for one in self.split(phi, size)], 1)
 
     def _is_normal(self, phi: Tensor) -> bool:
-        """Return whether the own parameters are normal given phi [N, q], by some draws of these."""
+        """Return whether the own parameters are normal given phi [N, q], judged at some draws."""
         noise = torch.from_numpy(generator(0, Purpose.POSTERIOR).standard_normal((9, self.size)))
         logs = self.weights(phi, noise.expand(len(self.begin), len(phi), -1, -1))[1]
         return bool((logs.abs() < self.rounding).all())
 
     def weights(self, phi: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return draws of the normal approximation at phi [N, q] by noise [J, N, M, d], and the
-        logarithms of their weights beside the mode's by unit, [J, N, M, U].
+        """Return draws of the normal approximation at phi [N, q] from noise [J, N, M, d], and the
+        logarithms of their weights relative to the mode's, by unit, [J, N, M, U].
         """
         with torch.no_grad():
             z = self.modes(phi)
@@ -458,12 +455,12 @@ class Integral:
         return to, logs + noise[..., self.units].square().sum(-1) / 2
 
     def split(self, phi: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Return phi [N, q] in parts of which `count` values each are looked at at once."""
+        """Return phi [N, q] in parts; `count` own values for each vector are computed at once."""
         return phi.split(max(1, NUMBERS // (count * len(self.begin) * max(self.size, self.width))))
 
     def _by_nodes(self, phi: Tensor, outer: Rule, inner: Rule) -> Tensor:
-        """Return log m [J, N] by nodes of what parts have in common, and at each of these by nodes
-        of each part, which then depends on no other.
+        """Return log m [J, N] by nodes of the common parameters, and at each by nodes of each part,
+        which is then independent of the others.
         """
         z = self.modes(phi)
         curved = self.curvature(phi, z)[1]
@@ -478,17 +475,17 @@ class Integral:
         return (found + outer[1]).logsumexp(2) - curved.log_volume / 2
 
     def relative(self, phi: Tensor, z: Tensor, to: Tensor, units: Tensor) -> Tensor:
-        """Return how much larger the share of f of each unit is at other values than at z,
-        [J, N, M, U].
+        """Return the difference of each unit's term of f between other values and z, [J, N, M, U].
 
-        f is a sum over units, of which the sum alone is known. But its slope by a unit's parameters
-        depends on no other unit, and its integral along the way from z is the unit's share.
+        f is a sum over units, and only the sum can be computed. But its slope by a unit's
+        parameters depends on no other unit, and the integral of the slope along the way from z is
+        the difference of the unit's term.
 
         Args:
             phi: Shared parameters, [N, q].
             z: Own ones, [J, N, d].
             to: Others, [J, N, M, d].
-            units: Places of parameters that depend on no others, [U, r]; others are as in z.
+            units: Places of independent groups of parameters, [U, r]; others are as in z.
         """
         if len(units) == 1:
             count = to.shape[2]
@@ -508,8 +505,8 @@ class Integral:
 
 @dataclass(frozen=True)
 class Differences(Integral):
-    """The integral of one site's log density without derivatives, whose are found by differences of
-    values: of f by z, and of Laplace's log m by phi. The density takes many, [N, q] and [N, d].
+    """The integral of one site's log density without derivatives. They are differences of values:
+    of f by z, and of Laplace's log m by phi. The density takes several vectors, [N, q] and [N, d].
     """
 
     rounding = 1e-4

@@ -1,7 +1,7 @@
 """A site's model: the integral of its log density, its own parameters, and the shared prior.
 
-Sites are alike whose own parameters and rows have the same shapes, and whose model is the same but
-for the numbers in these rows. Their integrals are computed at once.
+Sites are alike if their own parameters and rows have the same shapes, and their models differ only
+in the numbers of these rows. Their integrals are computed at once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,21 +21,21 @@ from bayesfl.stats.density.integral import Integral
 from bayesfl.stats.density.parameters import Parameter, constrained
 
 CANDIDATES = 16
-"""Number of draws of the normal approximation among which one is chosen by weight."""
+"""Number of draws of the normal approximation; one is chosen by weight."""
 LOOKED_AT = 1000
 """Number of draws of the normal approximation for its k-hat."""
 AT_ONCE, LENGTH = 64, 2**14
-"""Maximum number of sites that are computed at once, and of numbers of their longest tensors."""
+"""Maximum number of sites in one computation, and of elements of their longest tensors."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A site's rows, in which tensors and floats can be exchanged.
+    """A site's rows, with exchangeable tensors and floats.
 
     Args:
-        given: The rows as they were given.
+        given: The original rows.
         tensors: The tensors in them, and their floats as tensors.
-        like: What sites have in common whose rows differ in these alone.
+        like: A key that is equal for rows that differ only in these.
     """
 
     given: Any
@@ -44,7 +44,7 @@ class Rows:
 
     @classmethod
     def of(cls, given: Any) -> "Rows":
-        """Look at rows as they were given."""
+        """Make the object from the original rows."""
         leaves, form = tree_flatten(given)
         tensors = tuple(
             torch.as_tensor(one, dtype=None if isinstance(one, Tensor) else torch.float64)
@@ -61,11 +61,11 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Return how many numbers the longest tensor has, 1 at least."""
+        """Return the number of elements of the longest tensor, at least 1."""
         return max([1, *(t.numel() for t in self.tensors)])
 
     def having(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the rows with other tensors; as they were given without."""
+        """Return the rows with other tensors; without any, the original rows."""
         if not tensors:
             return self.given
         leaves, form = tree_flatten(self.given)
@@ -81,11 +81,11 @@ class Local:
 
     Args:
         integral: The integral over its own parameters, whose density takes other rows' tensors too.
-        own: These.
-        begin: Where the search for the shared parameters begins, [q].
-        prior: The log density of the shared parameters [q], as far as the site's model has it.
-        rows: The site's rows; None where it is computed alone.
-        program: The model itself, where it can predict.
+        own: These parameters.
+        begin: Start of the search for the shared parameters, [q].
+        prior: The log prior density of the shared parameters [q] in the site's model.
+        rows: The site's rows; None if it is computed alone.
+        program: The model itself, if it can predict.
     """
 
     integral: Integral
@@ -97,13 +97,13 @@ class Local:
 
     @property
     def like(self) -> Hashable:
-        """Return what it has in common with sites that are alike."""
+        """Return a key that is equal for alike sites."""
         parts = self.integral.parts
         return self.rows and (self.rows.like, self.own, len(parts.common), parts.parts.shape)
 
 
 def apart(models: Sequence[Local]) -> list[Local]:
-    """Return the models of sites, of which those are alone that cannot be computed at once."""
+    """Return the models of sites, marked as single if they cannot be computed together."""
     found = list(models)
     for places in _alike(models):
         if len(places) == 1:
@@ -115,7 +115,7 @@ def apart(models: Sequence[Local]) -> list[Local]:
             each = [models[k].integral for k in places]
             alone = torch.cat([one.values(phi, one.begin[:, None]) for one in each])
             same = torch.allclose(together, alone, rtol=1e-9)
-        except (RuntimeError, TypeError, ValueError):  # as of `int(group.max())` in a model
+        except (RuntimeError, TypeError, ValueError):  # as from `int(group.max())` in a model
             same = False
         if not same:
             for k in places:
@@ -124,7 +124,7 @@ def apart(models: Sequence[Local]) -> list[Local]:
 
 
 def batches(models: Sequence[Local]) -> list[list[int]]:
-    """Return the places of models that are computed at once."""
+    """Return the places of the models in each joint computation."""
     found = []
     for places in _alike(models):
         some = min(AT_ONCE, max(1, LENGTH // models[places[0]].integral.width))
@@ -141,7 +141,7 @@ def _alike(models: Sequence[Local]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """J sites that are alike, or one.
+    """J alike sites, or one.
 
     Args:
         own: Each one's own parameters.
@@ -155,7 +155,7 @@ class Batch:
 
     @classmethod
     def of(cls, models: Sequence[Local]) -> "Batch":
-        """Make it of the sites' models."""
+        """Make the batch from the sites' models."""
         first = models[0]
         if len(models) == 1:
             return cls(first.own, first.integral, first.prior)
@@ -165,9 +165,9 @@ class Batch:
         return cls(first.own, integral, first.prior)
 
     def drawn(self, phi: Tensor, seed: int, places: Sequence[int]) -> list[Tensors]:
-        """Return draws of each site's own parameters by name, [S, ...], one for each of the shared
-        ones [S, q]: of some draws of the normal approximation around the mode, one by their
-        weights, for each part where parts have nothing in common.
+        """Return draws of each site's own parameters by name, [S, ...], one for each shared draw
+        [S, q]: one of several draws of the normal approximation around the mode, chosen by weight,
+        separately for each part if parts have no common parameters.
 
         Args:
             phi: The shared parameters.
@@ -196,7 +196,7 @@ class Batch:
 
     def k_hats(self, phi: Tensor, seed: int) -> list[float]:
         """Return each site's largest Pareto's k-hat of the weights of draws of the normal
-        approximation, at shared parameters [q]; 0 without own ones, and where it is exact.
+        approximation, at shared parameters [q]; 0 without own ones, or if it is exact.
         """
         begin = self.integral.begin
         if not begin.numel():

@@ -1,4 +1,4 @@
-"""Maxima of the log posterior of what sites share, by Newton's steps; each is a question."""
+"""Maxima of the log posterior of shared parameters, by Newton's steps; each is a question."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from bayesfl.stats.density.parameters import Parameter, constrained, entries
 MOST_MOVE = 2.0
 """Longest step of a scale's logarithm towards the mode."""
 STEPS = 60
-"""Newton's steps at most."""
+"""Maximum number of Newton's steps."""
 LOW = 7.0
-"""Number of nats below the mode at which a density no longer counts."""
+"""A density this far below the mode, in nats, is ignored."""
 STARTS = 4
-"""Number of starts, of which the first is the prior's middle."""
+"""Number of starts; the first is the prior's middle."""
 APART = 3.0
-"""Number of standard deviations between two maxima, which differ by less than `LOW` nats."""
+"""Minimum distance of two maxima within `LOW` nats, in standard deviations."""
 Target: TypeAlias = Callable[[Tensor, int], list[Tensor]]
 """The log posterior [N], its slopes [N, q] and its Hessians [N, q, q] at phi [N, q] by an order."""
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Maxima of the log posterior, each over the parameters that were not held.
+    """Maxima of the log posterior over the parameters that are not held fixed.
 
     Args:
-        theta: Where they are, [N, q].
-        value: The log posterior there, [N]; minus infinity where the search has failed.
+        theta: Their places, [N, q].
+        value: The log posterior there, [N]; minus infinity if the search has failed.
         precision: The negative Hessian, [N, q, q].
-        held: What was held, [N, q].
+        held: Whether a parameter was held fixed, [N, q].
     """
 
     theta: Tensor
@@ -54,7 +54,7 @@ class Modes:
         return cls(*map(torch.cat, zip(*each, strict=True)))
 
     def evidence(self) -> Tensor:
-        """Return Laplace's log integral over what was not held, [N]."""
+        """Return Laplace's log integral over the parameters that were not held, [N]."""
         pairs = ~self.held[:, :, None] & ~self.held[:, None, :]
         inner = torch.where(pairs, self.precision, torch.eye(self.theta.shape[1]).double())
         free = (~self.held).sum(-1)
@@ -62,14 +62,12 @@ class Modes:
         return self.value + free * math.log(2 * math.pi) / 2 - volume / 2
 
     def covariance(self) -> Tensor:
-        """Return the covariance [q, q] of the Gaussian at the first of them, of which nothing is
-        held.
-        """
+        """Return the covariance [q, q] of the Gaussian at the first maximum; nothing is held."""
         return inverted(self.precision[0])
 
 
 def inverted(precision: Tensor) -> Tensor:
-    """Return covariances [..., d, d] of precisions, whose eigenvalues are taken by their moduli."""
+    """Return covariances [..., d, d] of precisions, with the moduli of their eigenvalues."""
     values, vectors = torch.linalg.eigh(precision)
     return (vectors / values.abs().clamp_min(1e-20)[..., None, :]) @ vectors.mT
 
@@ -82,9 +80,9 @@ def climb(
     Args:
         target: The log posterior.
         begin: The starts, [N, q].
-        held: What stays where it is, [N, q].
+        held: Whether a parameter is held fixed, [N, q].
         scales: Whether a parameter is a scale's logarithm, [q].
-        enough: Gain of a step, in nats, below which a maximum is found.
+        enough: Converged when the expected gain of a step is below this value, in nats.
     """
     states = [newton.begin(one) for one in begin]
     full = torch.zeros(len(begin), begin.shape[1], begin.shape[1], dtype=torch.float64)
@@ -101,7 +99,7 @@ def climb(
             inner = torch.where(pairs, full[n], torch.eye(len(away), dtype=torch.float64))
             try:
                 states[n], done = newton.step(states[n], -value[place], away, inner)
-            except ValueError:  # the sum does not fall: no maximum is to be had from here
+            except ValueError:  # the sum does not fall: this start leads to no maximum
                 states[n] |= {"loss": torch.tensor(torch.inf, dtype=torch.float64)}
                 done = True
             move = states[n]["theta"] - states[n]["best"]
@@ -120,7 +118,7 @@ def mode(
     """Return the maximum of the log posterior.
 
     Raises:
-        ValueError: There is none, or another one that counts.
+        ValueError: There is none, or a second one of similar height.
     """
     rng = generator(seed, Purpose.START)
     away = torch.from_numpy(rng.standard_normal((STARTS, len(begin))))
@@ -130,9 +128,10 @@ def mode(
     found = found[found.value.isfinite()]
     if not len(found.theta):
         raise ValueError(
-            "the posterior has no maximum that Newton's steps find: a shared parameter may have no "
-            "prior and no rows that say something of it, or the density may grow without bound, as "
-            "where a scale goes to zero: write what has this scale as the scale times a parameter"
+            "Newton's steps find no maximum of the posterior: a shared parameter may have neither "
+            "a prior nor rows that inform it, or the density may grow without bound, as when a "
+            "scale goes to zero: write a parameter with this scale as the scale times a standard "
+            "one"
         )
     best = found[found.value.argmax()[None]]
     away = found.theta - best.theta
@@ -143,7 +142,7 @@ def mode(
         values = entries(vmap(lambda phi: constrained(parameters, phi)[0])(two))
         told = ", ".join(f"{name} {a:.4g} or {b:.4g}" for name, (a, b) in values.items())
         raise ValueError(
-            f"the posterior has two maxima, {told}, of which a summary would say nothing: order "
-            "what is exchangeable, or give priors that choose"
+            f"the posterior has two maxima, {told}, and no useful summary: order exchangeable "
+            "parameters, or give priors that prefer one"
         )
     return best

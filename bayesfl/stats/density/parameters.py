@@ -1,7 +1,7 @@
-"""Parameters of a log density: names, shapes and ranges, and vectors of numbers without a range.
+"""Parameters of a log density: names, shapes and ranges, and vectors of unconstrained numbers.
 
-A range is one of `torch.distributions.constraints`, and `biject_to` maps numbers without a range to
-it; a density of parameters becomes one of these numbers by the log of the map's Jacobian.
+A range is one of `torch.distributions.constraints`, and `biject_to` maps unconstrained numbers to
+it. The log of the map's Jacobian turns a density of parameters into one of these numbers.
 """
 
 import ast
@@ -21,11 +21,11 @@ from bayesfl.stats.terms import Number
 
 @dataclass(frozen=True)
 class Parameter(Number):
-    """A parameter that sites share, as a term of their tables.
+    """A shared parameter, as a term of the sites' tables.
 
     Args:
         column: Its name.
-        support: Its range, as torch writes it.
+        support: Its range, as torch prints it.
         shape: Its shape.
     """
 
@@ -34,11 +34,11 @@ class Parameter(Number):
 
     @classmethod
     def of(cls, name: str, support: Any, shape: Sequence[int]) -> "Parameter":
-        """Make it of a range of torch's.
+        """Make the parameter from a range of torch.
 
         Raises:
-            ValueError: The range differs between entries, no map leads to it, or the name looks
-                like that of a vector's entry.
+            ValueError: The range differs between entries or has no map, or the name has the form of
+                a vector's entry.
         """
         if name.endswith("]"):
             raise ValueError(f"{name!r} has the form of an entry of a vector; give it another name")
@@ -47,44 +47,44 @@ class Parameter(Number):
             _ = made.map
         except (NotImplementedError, ValueError, SyntaxError, AttributeError) as error:
             raise ValueError(
-                f"{name!r} has the range {support}, to which no map leads from all numbers; take "
-                "one of torch.distributions.constraints with the same bounds for all entries"
+                f"{name!r} has the range {support}, which has no map from unconstrained numbers; "
+                "take one of torch.distributions.constraints with the same bounds for all entries"
             ) from error
         return made
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Return no columns: it is of no row."""
+        """Return no columns: a parameter reads none."""
         return ()
 
     @cached_property
     def map(self) -> Any:
-        """Return torch's map from all numbers to the range."""
+        """Return torch's map from unconstrained numbers to the range."""
         return biject_to(_range(ast.parse(self.support, mode="eval").body))
 
     @cached_property
     def free(self) -> tuple[int, ...]:
-        """Return the shape of the numbers without a range."""
+        """Return the shape of the unconstrained numbers."""
         return tuple(self.map.inverse_shape(torch.Size(self.shape)))
 
     @property
     def size(self) -> int:
-        """Return how many these are."""
+        """Return the number of unconstrained numbers."""
         return torch.Size(self.free).numel()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return a name of each."""
+        """Return the name of each."""
         return named(self.column, self.free)
 
     @property
     def words(self) -> str:
-        """Return what it is in words."""
+        """Return a description."""
         return f"{self.column} of shape {list(self.shape)} in {self.support}"
 
     @property
     def is_scale(self) -> bool:
-        """Return whether it is positive, as standard deviations are."""
+        """Return whether it is positive, like a standard deviation."""
         found = _range(ast.parse(self.support, mode="eval").body)
         while isinstance(found, constraints.independent):
             found = found.base_constraint
@@ -92,7 +92,7 @@ class Parameter(Number):
 
 
 def _range(node: ast.AST) -> Any:
-    """Return the range that torch's text of it is about, of torch's own classes alone."""
+    """Return the range that a text of torch describes, only of torch's own classes."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     name = f"_{node.func.id}"  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,7 +132,7 @@ biject_to.register(_OrderedVector, lambda support: _ToOrdered())
 
 
 def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of a parameter's entries, as `beta[0, 1]`."""
+    """Return the names of a parameter's entries, such as `beta[0, 1]`."""
     if not shape:
         return (name,)
     places = product(*map(range, shape))
@@ -140,15 +140,13 @@ def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:
 
 
 def split(parameters: Sequence[Parameter], numbers: Tensor) -> Tensors:
-    """Return the numbers without a range [d] by parameter, in its shape."""
+    """Return the unconstrained numbers [d] by parameter, in its shape."""
     parts = numbers.split([one.size for one in parameters])
     return {one.column: part.reshape(one.free) for one, part in zip(parameters, parts, strict=True)}
 
 
 def constrained(parameters: Sequence[Parameter], numbers: Tensor) -> tuple[Tensors, Tensor]:
-    """Return the parameters of numbers without a range [d], by name, and the log of the Jacobian
-    [].
-    """
+    """Return the parameters of unconstrained numbers [d], by name, and the log Jacobian []."""
     free = split(parameters, numbers)
     found = {one.column: one.map(free[one.column]) for one in parameters}
     log_jacobian = numbers.new_zeros(())
@@ -159,13 +157,13 @@ def constrained(parameters: Sequence[Parameter], numbers: Tensor) -> tuple[Tenso
 
 
 def unconstrained(parameters: Sequence[Parameter], values: Tensors) -> Tensor:
-    """Return the numbers without a range [d] of parameters by name."""
+    """Return the unconstrained numbers [d] of parameters by name."""
     parts = [one.map.inv(values[one.column]).flatten() for one in parameters]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
 
 
 def entries(draws: Tensors) -> dict[str, Tensor]:
-    """Return draws [S] of each entry of parameters [S, ...], by its name."""
+    """Return draws [S] of each entry of parameters [S, ...], by name."""
     return {
         name: column
         for parameter, t in draws.items()

@@ -26,9 +26,9 @@ from bayesfl.stats.policy import Policy
 from bayesfl.stats.tables import Site, Tables
 
 MOST_OWN = 20
-"""Own parameters of a site at most whose derivatives are by differences."""
+"""Maximum number of a site's own parameters with derivatives by differences."""
 Range: TypeAlias = Any
-"""A range of `torch.distributions.constraints`, or (range, shape), where the shape of a site's own
+"""A range of `torch.distributions.constraints`, or (range, shape). The shape of a site's own
 parameter may be a function of its rows.
 """
 LogDensity: TypeAlias = Callable[[Any, Any, Any], Any]
@@ -38,8 +38,8 @@ shared) [] in nats.
 
 
 def leaves(rows: Any) -> list[np.ndarray]:
-    """Return the arrays in a site's rows, which are an array, a data frame, or tuples, lists or
-    mappings of such.
+    """Return the arrays in a site's rows: an array, a data frame, or tuples, lists or mappings of
+    these.
     """
     if isinstance(rows, pandas.DataFrame):
         return [rows.to_numpy()]
@@ -51,7 +51,7 @@ def leaves(rows: Any) -> list[np.ndarray]:
 
 
 def in_double(rows: Any) -> Any:
-    """Return rows whose numbers are in float64, as parameters are."""
+    """Return rows with floats in float64, like parameters."""
     if isinstance(rows, Tensor):
         return rows.double() if rows.is_floating_point() else rows
     if isinstance(rows, Mapping):
@@ -62,8 +62,8 @@ def in_double(rows: Any) -> Any:
 
 
 def site_of(name: str, rows: Any, local: Local) -> Site:
-    """Return a site whose rows have a log density; a `Policy` counts them by their arrays' longest
-    first dimension, a single one where all are numbers.
+    """Return a site whose rows have a log density. A `Policy` counts rows by the longest first
+    dimension of their arrays, one if all are single numbers.
     """
     arrays = leaves(rows)
     count = max((len(one) for one in arrays if one.ndim), default=1)
@@ -88,7 +88,7 @@ def tables_of(
     parameters: Sequence[Parameter],
     policy: Policy | None,
 ) -> Tables:
-    """Return sites whose terms are the parameters that they share."""
+    """Return sites with the shared parameters as terms."""
     columns = tuple(name for one in parameters for name in one.columns)
     ordered = [sites[name] for name in sorted(sites)]
     models = apart([one.local for one in ordered])
@@ -99,30 +99,31 @@ def tables_of(
         for k, is_known, has_mode in zip(batch, known, integral.has_modes(at), strict=True):
             if not is_known:
                 raise ValueError(
-                    f"site {ordered[k].name!r} has no log density where the search begins, the "
-                    "middle of the prior: its rows hold what is not a number, or what cannot be "
-                    "observed there"
+                    f"site {ordered[k].name!r} has no finite log density at the start of the "
+                    "search, the middle of the prior: its rows contain NaN, or values that are "
+                    "impossible there"
                 )
             if not has_mode:
                 raise ValueError(
-                    f"the own parameters of site {ordered[k].name!r} have no mode that Newton's "
-                    "steps find: the density may be flat along one, as along what obs_mask= masks, "
-                    "grow without bound, as where an own scale goes to zero, or have a kink; write "
-                    "what has this scale as the scale times a parameter, or take a smooth density"
+                    "Newton's steps find no mode of the own parameters of site "
+                    f"{ordered[k].name!r}: the density may be flat along one, as along values "
+                    "that obs_mask= masks, grow without bound, as when an own scale goes to zero, "
+                    "or have a kink; write a parameter with this scale as the scale times a "
+                    "standard one, or take a smooth density"
                 )
     found = tuple(replace(one, local=local) for one, local in zip(ordered, models, strict=True))
     return Tables(found, tuple(parameters), columns, None, np.arange(len(found)), policy=policy)
 
 
 def check_some(rows: Mapping[str, Any], shared: Collection[str]) -> None:
-    """Refuse a fit without sites, and one whose sites share nothing."""
+    """Refuse a fit without sites or without shared parameters."""
     if not rows or not shared:
         raise ValueError("there must be a site and a shared parameter: fit other sites one by one")
 
 
 def groups_of(parameters: Sequence[Parameter]) -> Tensor:
-    """Return which group each number [d] of own parameters may belong to: that of its place in the
-    longest first dimension, -1 if its parameter has another one.
+    """Return the possible group of each number [d] of own parameters: its place in the longest
+    first dimension, or -1 if its parameter has another first dimension.
     """
     most = max([1, *(one.free[0] for one in parameters if one.free)])
     parts = [
@@ -170,7 +171,7 @@ def _by_torch(
             return _one(log_density(ours, values, given.having(tensors))) + log_jacobian
 
     begin, middle = _zeros(shared), _zeros(own)
-    density(begin, middle)  # as it stands, so that torch's distributions look at the rows
+    density(begin, middle)  # without vmap, so that torch's distributions validate the rows
     parts = Parts.of(density, begin, middle, groups_of(own))
     integral = Integral(density, parts, middle[None], width=given.longest)
     return Local(integral, own, begin, _flat, given)
@@ -186,8 +187,8 @@ def _by_differences(
     begin, middle = _zeros(shared), _zeros(own)
     if len(middle) > MOST_OWN:
         raise ValueError(
-            f"there are {len(middle)} own parameters, and derivatives by differences take "
-            f"{MOST_OWN} at most: write log_density in torch"
+            f"there are {len(middle)} own parameters, and derivatives by differences allow at most "
+            f"{MOST_OWN}: write log_density in torch"
         )
 
     def density(phi: Tensor, z: Tensor) -> Tensor:
@@ -218,8 +219,7 @@ def densities(
     derivatives: Literal["autograd", "differences"] = "autograd",
     policy: Policy | None = None,
 ) -> Tables:
-    """Make the sites of a log density, as `tables` does of a table: for `posterior`, and for a
-    node's own app.
+    """Make the sites of a log density for `posterior`, and for a node's own app.
 
     Args:
         log_density: As of `posterior`.
@@ -227,11 +227,12 @@ def densities(
         shared: As of `posterior`.
         local: As of `posterior`.
         derivatives: As of `posterior`.
-        policy: As of `tables`; its rules on numbers of rows, sites and draws hold. None bounds what
-            a density reveals, for which the owner of the rows answers.
+        policy: As in `tables`; its rules on numbers of rows, sites and draws apply. No rule bounds
+            what a density reveals; the owner of the rows is responsible.
 
     Raises:
-        ValueError: A range has no map from all numbers, or a name is in both `shared` and `local`.
+        ValueError: A range has no map from unconstrained numbers, or a name is in both `shared` and
+            `local`.
 
     Example:
         >>> import torch
@@ -271,25 +272,23 @@ def posterior(
     seed: int = 0,
     aggregation: Adder | None = None,
 ) -> Posterior:
-    """Fit any log density to the rows of all sites, and return its posterior: each site integrates
-    its own parameters out, and the federation's are found by sums.
+    """Fit any log density to the rows of all sites, and return its posterior. Each site integrates
+    its own parameters out; sums determine the shared ones.
 
     Args:
-        log_density: Function (shared, own, rows) to log p(rows, own | shared) in nats, in torch:
-            of parameters by name, and of a site's rows. It may not depend on control flow by
-            values.
+        log_density: Function (shared, own, rows) to log p(rows, own | shared) in nats, in torch, of
+            parameters by name and of a site's rows. Its control flow may not depend on values.
         sites: {site: its rows}, tensors, or tuples or mappings of these, whose numbers become
             float64; or sites on other machines, whose apps make them by `densities`.
-        shared: {parameter: its range} of what sites share, of `torch.distributions.constraints`,
-            or (range, shape).
-        local: {parameter: its range} of what each site has of its own; a shape may be a function
-            of its rows.
+        shared: {shared parameter: its range}, of `torch.distributions.constraints`, or
+            (range, shape).
+        local: {each site's own parameter: its range}; a shape may be a function of the rows.
         prior: Log density of the shared parameters by name, counted once; None for 1.
-        derivatives: How the function's are found: `autograd`, by torch; `differences`, of a
-            function of NumPy arrays, whose site has twenty own parameters at most.
-        draws: Number K of draws of the shared parameters, each a number that every site answers.
-        exact: Whether Hamiltonian chains follow, each of whose steps is a question: a reference,
-            for simulations.
+        derivatives: `autograd`, by torch; or `differences`, for a function of NumPy arrays with at
+            most twenty own parameters of a site.
+        draws: Number K of draws of the shared parameters; every site answers a number for each.
+        exact: Whether Hamiltonian chains follow, a question for each step: a reference, for
+            simulations.
         seed: Seed of the draws.
         aggregation: As in `glm`.
 

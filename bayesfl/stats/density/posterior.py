@@ -1,16 +1,15 @@
-"""The posterior of any log density over sites, by questions that are answered by sums.
+"""The posterior of any log density over sites, by questions that sums answer.
 
-The sites' own parameters are integrated out where their rows are (`bayesfl.stats.density
-.integral`), so that the federation sees the shared ones alone, phi, as numbers without a range. Its
-steps:
+Each site integrates its own parameters out (`bayesfl.stats.density.integral`), so the federation
+sees only the shared ones, phi, as unconstrained numbers. Its steps:
 
 1. Newton's steps from several starts find the maxima of log p(phi | rows).
-2. Along the logarithm of each scale, as the standard deviation of sites' effects, the other
-   parameters have their own mode and covariance at each of some nodes, of which a proposal is made
+2. Along the logarithm of each scale, such as the standard deviation of sites' effects, the mode and
+   covariance of the other parameters are found at several nodes. They determine a proposal
    (`bayesfl.stats.density.proposal`).
-3. The sites tell their log integrals at K shared draws of it; the draws' weights follow, and say by
-   Pareto's k-hat how far they can be relied on.
-4. Each site draws its own parameters for the draws of the shared ones, and keeps them.
+3. The sites answer their log integrals at K shared draws of the proposal. These give the draws'
+   weights, and Pareto's k-hat measures their reliability.
+4. Each site draws its own parameters for the draws of the shared ones, and stores them.
 
 Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024.
 """
@@ -53,15 +52,15 @@ class Posterior(Refits):
     """The posterior of a log density over sites; `print` shows its table.
 
     Args:
-        draws: {parameter: its draws, [S, ...]} of what sites share, equally weighted.
+        draws: {shared parameter: its draws, [S, ...]}, equally weighted.
         here: {site: its model}, of sites on this machine.
-        phi: The draws as numbers without a range, [S, q].
+        phi: The draws as unconstrained numbers, [S, q].
         seed: Seed of the draws.
-        k_hat: Pareto's k-hat of the weighted draws; below .7 their means can be relied on.
+        k_hat: Pareto's k-hat of the weighted draws; below .7 their means are reliable.
         effective: Effective number of the weighted draws.
         integrals: {site: Pareto's k-hat of the approximation of its own integral}.
-        evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
-        used_rows: Function (key) -> {site: keyed hash of its rows}, of which sites are asked.
+        evidence: Log marginal likelihood, in nats; parameters without a prior have a density of 1.
+        used_rows: Function (key) -> {site: keyed hash of its rows}, from a question to the sites.
 
     Example:
         >>> import torch
@@ -86,8 +85,8 @@ class Posterior(Refits):
     used_rows: Callable[[str], dict[str, Any]]
 
     def table(self, level: float = 0.95) -> Any:
-        """Return means, standard deviations and intervals of what sites share as a data frame of
-        pandas.
+        """Return means, standard deviations and intervals of the shared parameters as a data frame
+        of pandas.
 
         Args:
             level: Probability of the intervals, between quantiles.
@@ -96,7 +95,7 @@ class Posterior(Refits):
 
     def local(self, site: str) -> Tensors:
         """Return draws of a site's own parameters, and of the `pyro.deterministic` values of a
-        Pyro model, by name, [S, ...], draw by draw beside `draws`.
+        Pyro model, by name, [S, ...], paired with `draws`.
 
         Raises:
             ValueError: The site is not on this machine.
@@ -114,7 +113,7 @@ class Posterior(Refits):
     def _check_here(self, site: str) -> None:
         if site not in self.here:
             raise ValueError(
-                f"the parameters of {site!r} stay at the site; here are those of {list(self.here)}"
+                f"the parameters of {site!r} stay at the site; available are {list(self.here)}"
             )
 
     def _own(self, sites: Sequence[str]) -> dict[str, Tensors]:
@@ -143,14 +142,14 @@ class Posterior(Refits):
         return summaries(found, level)
 
     def predict(self, site: str, *rows: Any, draws: Count = 500, **named: Any) -> Tensors:
-        """Return draws of what a Pyro model samples at other rows of a site, and of what is
-        observed where none is given, by name, [S, ...].
+        """Return draws of a Pyro model's samples at other rows of a site, including observed values
+        that are not given, by name, [S, ...].
 
         Args:
-            site: The site, whose own parameters are taken.
-            rows: What the model is called with.
+            site: The site whose own parameters are used.
+            rows: Arguments of the model.
             draws: Number S of draws.
-            named: The same, by name.
+            named: Keyword arguments of the model.
 
         Raises:
             ValueError: The site is not on this machine, or has no Pyro model.
@@ -163,14 +162,14 @@ class Posterior(Refits):
         return self.here[site].program.predicted(values, self.seed, draws, *rows, **named)
 
     def compare(self, other: "Posterior") -> str:
-        """Return in words how two fits compare: by evidence, which is of the same rows and under
-        proper priors alone, and, of Pyro models at sites on this machine, by leaving out rows.
+        """Return a text that compares two fits: by evidence, for proper priors, and, for Pyro
+        models at sites on this machine, by leaving out rows.
 
         Args:
-            other: The other fit, to the same rows, of which sites are asked for a hash.
+            other: The other fit, to the same rows, which sites confirm by a hash.
 
         Raises:
-            ValueError: They are of other rows, or mask others.
+            ValueError: The fits have different rows, or mask different ones.
 
         Source: Vehtari, Gelman, Gabry, "Practical Bayesian model evaluation using leave-one-out
             cross-validation and WAIC", Statistics and Computing 27, 2017.
@@ -179,7 +178,7 @@ class Posterior(Refits):
         with self.released.also(), other.released.also():
             here, there = self.used_rows(key), other.used_rows(key)
         if others := [site for site in here | there if here.get(site) != there.get(site)]:
-            raise ValueError(f"the fits are of other rows of {others}; fit both to the same")
+            raise ValueError(f"the fits used different rows of {others}; fit both to the same")
         lines = [
             f"A: {self.model}",
             f"B: {other.model}",
@@ -193,7 +192,7 @@ class Posterior(Refits):
         ]
         masks = [{site: fit.here[site].program.counted() for site in both} for fit in (self, other)]
         if others := [site for site in both if not np.array_equal(masks[0][site], masks[1][site])]:
-            raise ValueError(f"the fits mask other rows of {others}; mask the same in both")
+            raise ValueError(f"the fits mask different rows of {others}; mask the same in both")
         apart = {
             site: (self._left_out(site) - other._left_out(site))[masks[0][site]] for site in both
         }
@@ -226,11 +225,11 @@ class Posterior(Refits):
         return self.here[site].program.pointwise(self.draws | self._own([site])[site])
 
     def to_arviz(self) -> Any:
-        """Return the draws as ArviZ's InferenceData: shared parameters, those of each site on this
-        machine along `site`, or as `name (site)` where they have different shapes, and, of a Pyro
-        model, each site's outcomes, log likelihoods and predictions, and draws of the prior and its
-        predictions; dimensions have the names of its plates. The draws are chosen among the
-        weighted ones, so that ArviZ's effective number is not theirs, which is `effective`.
+        """Return the draws as ArviZ's InferenceData: shared parameters, and those of each site on
+        this machine along `site`, or as `name (site)` if they have different shapes. A Pyro model
+        adds each site's outcomes, log likelihoods and predictions, and draws of the prior and its
+        predictions; dimensions have the names of its plates. The draws are chosen among weighted
+        ones; their effective number is `effective`, not ArviZ's.
         """
         import arviz
 
@@ -270,7 +269,7 @@ class Posterior(Refits):
         return arviz.from_dict(**arrays, coords={"site": list(own)}, dims=dims)
 
     def _joined(self, own: Mapping[str, Tensors], dims: dict[str, list[str]]) -> Tensors:
-        """Return the sites' own draws along sites, or as `name (site)` where they have different
+        """Return the sites' own draws along sites, or as `name (site)` if they have different
         shapes, and add the names of their dimensions.
         """
         found: Tensors = {}
@@ -323,10 +322,10 @@ def fitted(
 
     Args:
         sites: The sites, whose terms are the shared parameters.
-        prior: Log density of these by name, counted once; None where the sites' models have it.
-        model: What is fitted, in words.
+        prior: Log density of these by name, counted once; None if the sites' models have it.
+        model: The model, in words.
         draws: Number K of weighted draws.
-        exact: Whether chains are run from these.
+        exact: Whether to run chains from these.
         seed: Seed of the draws.
         aggregation: What adds the answers; None adds them openly.
 
@@ -338,7 +337,7 @@ def fitted(
     parameters = [one for one in sites.terms if isinstance(one, Parameter)]
     if len(parameters) < max(1, len(sites.terms)):
         raise ValueError(
-            "these sites have tables and no log density: make them by bf.stats.densities or "
+            "these sites have tables without a log density: make them by bf.stats.densities or "
             "bf.pyro.densities"
         )
     names = tuple(name for one in parameters for name in one.columns)
@@ -366,8 +365,8 @@ def fitted(
         other = sites.names[int(apart.argmax())]
         raise ValueError(
             f"the priors of {sites.names[0]!r} and {other!r} differ, by {float(apart.max()):.3g} "
-            "nats at a point: a prior may not read rows, as there would be one for each site; give "
-            "it numbers"
+            "nats at a point: a prior may not read rows, because each site would have its own; "
+            "give it numbers"
         )
     best = mode(target, begun["begin"][0], scales, parameters, seed)
     nodes = nodes_along(target, best, scales.nonzero().flatten().tolist(), names)

@@ -1,13 +1,13 @@
-"""A proposal for the posterior of what sites share, made along its scales.
+"""A proposal for the posterior of shared parameters, made along its scales.
 
-The posterior of a hierarchy is a funnel: narrow where a scale, as the standard deviation of sites'
-effects, is small. So the logarithm of each scale has nodes. At each node all other parameters have
-their own mode and precision. The proposal draws
+The posterior of a hierarchy is a funnel: narrow where a scale, such as the standard deviation of
+sites' effects, is small. So the mode and precision of all other parameters are found at nodes of
+the logarithm of each scale. The proposal draws
 
-1. each scale's logarithm by its own marginal, which is interpolated between its nodes, where those
-   of several scales depend on each other as they do at the mode;
-2. the other parameters given these: mean, and logarithm of the covariance, are those at the mode
-   and what each scale adds to them, interpolated between its nodes.
+1. each scale's logarithm from its own marginal, interpolated between its nodes; several scales have
+   the correlation at the mode;
+2. the other parameters given these: their mean and the logarithm of their covariance are those at
+   the mode plus a term for each scale, interpolated between its nodes.
 
 Source: Rue, Martino, Chopin, "Approximate Bayesian inference for latent Gaussian models by using
 integrated nested Laplace approximations", J. Royal Statistical Society B 71, 2009, for nodes along
@@ -30,16 +30,16 @@ from bayesfl.stats.density.modes import LOW, MOST_MOVE, Modes, Target, climb, in
 OFFSETS = (-3.5, -2.0, -1.0, 1.0, 2.0, 3.5)
 """Nodes along a scale, in standard deviations from the mode."""
 WIDENED = 4
-"""How often the ends of a scale's nodes are moved out, where the posterior there is not low."""
+"""Maximum number of moves of a scale's end nodes outwards while the posterior is high there."""
 ROUGH = 1e-4
-"""Gain of a step, in nats, below which a node is found."""
+"""Converged at a node when the expected gain of a step is below this value, in nats."""
 
 
 def nodes_along(
     target: Target, best: Modes, scales: Sequence[int], names: Sequence[str]
 ) -> dict[int, Modes]:
-    """Return nodes along each scale, out to where the posterior is low: the modes of the other
-    parameters where the scale is held. The mode is one of them.
+    """Return nodes along each scale until the posterior is low: the modes of the other parameters
+    with the scale held fixed. The overall mode is one of them.
 
     Args:
         target: The log posterior.
@@ -100,8 +100,8 @@ class Marginal:
 
     @classmethod
     def of(cls, at: np.ndarray, logs: np.ndarray) -> "Marginal":
-        """Make it of log densities at nodes, up to a constant: interpolated between these, and
-        falling on along the first and the last slope.
+        """Make the distribution from log densities at nodes, up to a constant: interpolated between
+        these, and extrapolated with the first and the last slope.
         """
         width = at[-1] - at[0]
         slopes = np.diff(logs) / np.diff(at)
@@ -116,11 +116,11 @@ class Marginal:
         return cls(grid, mass / mass[-1])
 
     def quantile(self, probability: np.ndarray) -> np.ndarray:
-        """Return the numbers below which there are some probabilities."""
+        """Return the quantiles of probabilities."""
         return np.interp(probability, self.mass, self.grid)
 
     def below(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the probabilities below some numbers, and the log densities there."""
+        """Return the cumulative probabilities and the log densities at some numbers."""
         place = np.searchsorted(self.grid, at).clip(1, len(self.grid) - 1)
         density = np.diff(self.mass)[place - 1] / np.diff(self.grid)[place - 1]
         inside = (at >= self.grid[0]) & (at <= self.grid[-1])
@@ -130,12 +130,12 @@ class Marginal:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a scale adds to the mean and to the logarithm of the covariance of other parameters.
+    """A scale's additions to the mean and to the logarithm of the covariance of other parameters.
 
     Args:
-        at: Its logarithm at its nodes, [C].
-        means: What it adds there to the mean, [C, p].
-        logs: And to the logarithm of the covariance, [C, p, p].
+        at: The scale's logarithm at its nodes, [C].
+        means: Additions to the mean, [C, p].
+        logs: Additions to the logarithm of the covariance, [C, p, p].
     """
 
     at: Tensor
@@ -143,7 +143,9 @@ class Nodes:
     logs: Tensor
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both at other values [K], interpolated; outside the nodes those at the ends."""
+        """Return both at other values [K], interpolated; outside the nodes those of the end
+        nodes.
+        """
         above = torch.searchsorted(self.at, x.contiguous()).clamp(1, len(self.at) - 1)
         first, last = self.at[above - 1], self.at[above]
         share = ((x - first) / (last - first)).clamp(0, 1)
@@ -163,7 +165,7 @@ class Along:
         others: Places of the other parameters, [p].
         marginals: That of each scale.
         root: Root of the correlation of scales, [s, s].
-        nodes: What each scale adds for the others.
+        nodes: Each scale's additions for the others.
         mean: Their mean at the mode, [p].
         log_covariance: Logarithm of their covariance there, [p, p].
     """
@@ -178,7 +180,7 @@ class Along:
 
     @classmethod
     def of(cls, best: Modes, found: dict[int, Modes]) -> "Along":
-        """Make it of the mode and of the nodes along each scale."""
+        """Make the proposal from the mode and the nodes along each scale."""
         scales = torch.tensor([*found], dtype=torch.long)
         others = torch.tensor([k for k in range(best.theta.shape[1]) if k not in found]).long()
         covariance = best.covariance()[scales][:, scales]
@@ -259,7 +261,7 @@ def _of_student(away: Tensor, root: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Besides:
-    """A proposal, and a Student t beside it, each of half of the draws.
+    """A mixture of a proposal and a Student t, each with half of the draws.
 
     Args:
         first: The proposal.

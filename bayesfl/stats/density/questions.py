@@ -1,4 +1,4 @@
-"""The questions that are put to sites about a log density of their own rows."""
+"""The questions to sites about a log density of their own rows."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Site, Tables
 
 FAR = 1000.0
-"""Number of nats by which a draw is less likely than all others where a site's integral is NaN."""
+"""Log integral below all others, in nats, of a draw where a site's integral is NaN."""
 
 
 class BatchSurvey(SiteSurvey):
-    """A question that sites which are alike answer together."""
+    """A question that alike sites answer together."""
 
     def answer(self, state: Tensors, local: Tables) -> Tensors:
         """Return the answers of all sites of `local`, [J, ...], each batch computed at one rank."""
@@ -51,13 +51,13 @@ class BatchSurvey(SiteSurvey):
 
     @abstractmethod
     def of_batch(self, state: Tensors, batch: Batch, places: np.ndarray) -> Tensors:
-        """Return the answers of J sites that are alike, [J, ...]; see `of_site`."""
+        """Return the answers of J alike sites, [J, ...]; see `of_site`."""
 
 
 @dataclass(frozen=True)
 class Begin(SiteSurvey):
-    """Ask where the search for the mode begins, and for the log prior at two points, by which sites
-    with different priors are found.
+    """Ask for the start of the search for the mode, and for the log prior at two points, to find
+    sites with different priors.
 
     Args:
         sites: Number of sites J.
@@ -95,8 +95,8 @@ class Marginals(FromState, BatchSurvey):
     Args:
         sites: Number of sites J.
         size: Number of shared parameters q.
-        order: 0 for values, which are by quadrature where that is possible; 1 for slopes beside
-            these; 2 for Laplace's values, slopes and Hessians.
+        order: 0 for values, by quadrature if possible; 1 for slopes besides these; 2 for Laplace's
+            values, slopes and Hessians.
         at: The vectors `phi`, [N, q].
     """
 
@@ -135,8 +135,8 @@ class Marginals(FromState, BatchSurvey):
 
 @dataclass(frozen=True)
 class OwnDraws(FromState, BatchSurvey):
-    """Send sites draws of the shared parameters, for each of which a site draws its own and keeps
-    them; ask how far the integral can be relied on.
+    """Send sites draws of the shared parameters; a site draws and stores its own for each. Ask for
+    the reliability of the integral.
 
     Args:
         sites: Number of sites J.

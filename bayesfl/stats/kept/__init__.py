@@ -1,1 +1,1 @@
-"""What sites keep of the questions that they were asked."""
+"""Records that sites keep of their questions."""

@@ -1,7 +1,7 @@
-"""What a site was asked before, so that two analyses that are harmless each do not tell a person by
-their difference.
+"""Records of a site's earlier questions. They prevent that the difference of two analyses reveals a
+person.
 
-Rows and columns are kept as hashes under a key of the ledger's own.
+Rows and columns are kept as hashes under the ledger's own key.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 FILE = "ledger.json"
 LINES = 10_000
-"""Number of lines of questions that are kept. What later analyses are compared with is kept for
-good.
+"""Maximum number of lines about questions. The hashes that later analyses are compared with are
+never removed.
 """
 
 
@@ -38,17 +38,17 @@ Indicators: TypeAlias = Mapping[str, Tensor]
 
 @dataclass
 class Ledger:
-    """Keep what was asked of sites, one on a node, several in a simulation.
+    """Record the questions to one site on a node, or to several in a simulation.
 
     Args:
         key: Key of the hashes, in hexadecimal digits.
         drawn: Number of log likelihoods at shared draws that were answered.
-        analyses: {site: its analyses, each the hashes of `rows` by the columns `of` their table,
-            and of those that have one of two values in each of some `columns`}.
+        analyses: {site: its analyses}. Each has the hashes of `rows` by the columns `of` its table,
+            and for each of some `columns` the hashes of rows with one of two values.
         known: Digests of rows and columns of these.
-        lines: The questions: when, run, name, answer, and the rule by which it was refused.
+        lines: The questions: when, run, name, answer, and the rule that refused it.
         hidden: The sets of sites whose answers were added unseen.
-        ends: {site: {columns of times and events: the ends of bins at which these were counted}}.
+        ends: {site: {columns of times and events: ends of the bins of earlier counts}}.
     """
 
     key: str = field(default_factory=lambda: secrets.token_hex(32))
@@ -68,8 +68,8 @@ class Ledger:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, folder: Path) -> Iterator["Ledger"]:
-        """Return the ledger of a node's folder, which nobody else changes until the end; a new
-        folder can be read by the node's own user alone.
+        """Return the ledger of a node's folder, locked until the end; a new folder is readable only
+        for the node's own user.
         """
         import fcntl  # on Linux and macOS, where nodes run
 
@@ -89,7 +89,7 @@ class Ledger:
         self.lines = [*self.lines, line][-LINES:]
 
     def settled(self, site: "Site") -> "Site":
-        """Return a site without new rows that are too few to count, which it says are left out; see
+        """Return a site without new rows that are too few, counted as left out; see
         `Policy.min_rows`.
         """
         assert site.policy is not None
@@ -103,13 +103,14 @@ class Ledger:
         return site
 
     def differs(self, site: "Site", indicators: Indicators, least: int) -> str | None:
-        """Say what differs from an earlier analysis in fewer rows than `least`; None if nothing.
+        """Return a text on what differs from an earlier analysis in fewer rows than `least`; None
+        if nothing does.
 
-        Rows are compared by the columns that the earlier analysis's table had.
+        Rows are compared by the columns of the earlier analysis's table.
 
         Args:
             site: The site.
-            indicators: Who has which of two values.
+            indicators: The rows with one of two values, by column.
             least: Fewest rows.
         """
         if not least or self._digest(site, indicators) in self.known:
@@ -129,14 +130,14 @@ class Ledger:
             for place, (name, one) in enumerate(zip(indicators, columns, strict=True)):
                 for other in (*others, *columns[:place]):
                     for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
-                        # What columns make together is answered anyway, as other levels.
+                        # Unions of columns are answered anyway, as other levels.
                         told = set().union(*(own for own in columns if own <= apart))
                         if 0 < len(apart) < least and apart != told:
                             return f"{name} differs by fewer from another column, or its complement"
         return None
 
     def keep(self, site: "Site", indicators: Indicators) -> None:
-        """Keep what an analysis is about, for later ones; see `differs`."""
+        """Record an analysis for later ones; see `differs`."""
         if (digest := self._digest(site, indicators)) not in self.known:
             self.known.append(digest)
             of = sorted(site.frame)
@@ -149,9 +150,9 @@ class Ledger:
             self.analyses.setdefault(site.name, []).append(analysis)
 
     def fewest(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> float:
-        """Return the least number of events above 0 between neighbouring ends of bins, where the
-        ends are those of this analysis and of earlier ones: differences of answers tell it.
-        Infinity where this analysis has no new ends, or there was none before.
+        """Return the smallest positive number of events between neighbouring ends of bins, of this
+        analysis and earlier ones together: differences of answers reveal it. Infinity if this
+        analysis has no new ends, or there was none before.
         """
         known = self.ends.get(site.name, {}).get(f"{time}, {event}", [])
         if not known or {*ends} <= {*known}:
@@ -161,13 +162,13 @@ class Ledger:
         return float(min(counts[counts > 0], default=math.inf))
 
     def keep_ends(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> None:
-        """Keep the ends of bins at which events were counted, for later analyses; see `fewest`."""
+        """Record the ends of bins for later analyses; see `fewest`."""
         of = self.ends.setdefault(site.name, {})
         of[f"{time}, {event}"] = sorted({*of.get(f"{time}, {event}", []), *ends})
 
     def tells_one(self, names: Sequence[str]) -> bool:
-        """Return whether sums over these sites, and those told before, together tell one site's,
-        whatever the questions, as several tell the same sums.
+        """Return whether sums over these sites and earlier sums together determine one site's, for
+        any questions, because several questions have the same sums.
         """
         sets = [*self.hidden, frozenset(names)]
         everyone = sorted(frozenset().union(*sets))
@@ -176,7 +177,7 @@ class Ledger:
         return any(np.linalg.matrix_rank([*sums, one]) == rank for one in np.eye(len(everyone)))
 
     def _marks(self, site: "Site", of: Sequence[str]) -> list[str]:
-        """Return a hash of each row by some columns, [n]; rows alike have different ones."""
+        """Return a hash of each row by some columns, [n]; equal rows have different hashes."""
         seen: defaultdict[int, count[int]] = defaultdict(count)
         hashes = site.row_hashes(tuple(of)).tolist()
         return [self._hash(b"%d %d" % (row, next(seen[row]))) for row in hashes]
@@ -184,9 +185,7 @@ class Ledger:
     def _sets(
         self, site: "Site", indicators: Indicators, of: Sequence[str]
     ) -> tuple[set[str], list[set[str]]]:
-        """Return the hashes of all rows by some columns, and of those for which each indicator
-        holds.
-        """
+        """Return the hashes of all rows by some columns, and those of each indicator's rows."""
         marks = np.array(self._marks(site, of))
         return {*marks.tolist()}, [{*marks[one.numpy()].tolist()} for one in indicators.values()]
 

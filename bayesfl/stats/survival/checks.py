@@ -1,4 +1,4 @@
-"""Checks of Cox's regression over sites: proportional hazards, and pairs that are ranked right."""
+"""Checks of Cox's regression over sites: proportional hazards, and concordance."""
 
 import contextlib
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ from bayesfl.stats.survival.times import entries, followed
 from bayesfl.stats.tables import Site
 
 FINE = 500
-"""Number of bins in which scores are counted before they get their quantiles."""
+"""Number of bins of scores in the search for their quantiles."""
 ROUNDS = 4
-"""How often they are: from a width of 2 to one of 1e-8, where all scores are alike."""
+"""Number of rounds of that search: bins shrink from a width of 2 to 1e-8, below any differences."""
 QUANTILES = 50
-"""Number of bins of scores, of equal shares, in which pairs are counted."""
+"""Number of bins of scores, with equal shares, for counts of pairs."""
 
 
 @dataclass(frozen=True)
 class Schoenfeld(AfterFit):
-    """Ask for the mean of g, the logarithm of time, over events; then for its squares about this,
-    and for the sums of Schoenfeld's residuals times what g has beyond it.
+    """Ask for the mean of g, the logarithm of time, over events; then for the squares of g minus
+    its mean, and for the sums of Schoenfeld's residuals times this difference.
 
     Args:
-        unit: The time that is 1, so that sums are of moderate size.
+        unit: Unit of time, so that sums have moderate size.
     """
 
     unit: float = 1.0
@@ -70,7 +70,7 @@ class Schoenfeld(AfterFit):
 def proportional(
     asked: Questions, survey: Schoenfeld, covariance: Tensor, names: tuple[str, ...]
 ) -> Tested:
-    """Return the test that coefficients do not change with time, of each and of all together.
+    """Return the test that coefficients do not change with time, each alone and all together.
 
     Args:
         asked: The questions.
@@ -102,8 +102,8 @@ def proportional(
 
 @dataclass(frozen=True)
 class Concordance(AfterFit):
-    """Ask for the numbers of pairs of rows of each site of whom it is known who had an event first,
-    and of pairs whose linear predictors agree with it, or are equal, by how often rows count.
+    """Ask for each site's numbers of pairs of rows with a known order of events, and of those whose
+    linear predictors agree with it, or are equal, counted by weight.
 
     Args:
         sites: Number of sites J.
@@ -134,9 +134,9 @@ class Concordance(AfterFit):
 
 @dataclass(frozen=True)
 class ByScore(AfterFit):
-    """Ask for the numbers of rows, by how often each counts, at risk and with an event at each time
-    of the baseline, by the bin of their linear predictor; before, `ROUNDS` times, for the numbers
-    in each of `FINE` bins, which get nearer to equal shares each time.
+    """Ask for the weights of rows at risk and with an event at each time of the baseline, by the
+    bin of their linear predictor; before that, `ROUNDS` times, for the weights in each of `FINE`
+    bins, whose shares become more equal each time.
     """
 
     def start(self, about: Any, /) -> Tensors:
@@ -152,14 +152,14 @@ class ByScore(AfterFit):
         return dict.fromkeys(("at_risk", "events"), (len(state["mean"]), bins))
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return each row as a cell of its own, as bins of scores hold single people."""
+        """Return each row as its own cell, because bins of scores can hold single people."""
         return [torch.arange(len(site.x))]
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`.
 
         Raises:
-            Refusal: The site has a policy, as cells hold single people.
+            Refusal: The site has a policy, because cells can hold single people.
         """
         if site.policy is not None:
             raise Refusal(type(self).__name__, {site.name: "min_level"})
@@ -196,7 +196,7 @@ def concordance(asked: Questions, within: Concordance, across: ByScore | None) -
     Args:
         asked: The questions.
         within: The question about pairs within sites.
-        across: That about all; None where sites have baselines of their own.
+        across: The question about all pairs; None if each site has its own baseline.
     """
     sums = asked.conduct(within)
     columns = {name: np.append(t.numpy(), float(t.sum())) for name, t in sums.items()}

@@ -1,4 +1,4 @@
-"""Cox's regression over sites, whose table is that of all rows together."""
+"""Cox's regression over sites. It gives the same table as a fit to the pooled rows."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from bayesfl.stats.tables import offsets
 from bayesfl.stats.terms import Levels
 
 TENTH = 0.1
-"""Number of standard errors by which bins of times may move an estimate without a warning."""
+"""Maximum shift of an estimate by bins of times without a warning, in standard errors."""
 
 
 @declared(
@@ -59,43 +59,41 @@ def cox(
         sites: The sites, of `tables`, whose outcome is not read.
         time: Column of times, > 0.
         event: Column of events: 1 where the time ends in one, 0 where it is censored.
-        baseline: One baseline hazard for all sites, of which sites tell sums for each time; or one
-            of each site's own, as stratified by site, where no time leaves a site, a site without
-            an event says nothing and is left out, and a column must differ within sites.
-        grid: Where the baseline is shared, the largest number of bins of times, or their upper
-            ends, or a grid that was made before. Bins have equal shares of the events, ten or more
-            under a policy, whose `min_level` joins some, and ends of two digits. Events count at
-            their bin's end, rows that are censored before its middle are not at risk there, and
-            the fit is that to such times. It says how far estimates may be off: the length of two
-            Newton steps, where bins are joined in pairs from the first or the second on, times
-            1 - 1 / s with s events a bin.
-        exact_times: Whether sites tell the times of events as they are; then an answer has
+        baseline: One baseline hazard for all sites, from sums at each time; or each site's own, as
+            stratified by site. Then no time leaves a site, a site without an event has no
+            information and is left out, and a column must differ within sites.
+        grid: For a shared baseline, the maximum number of bins of times, or their upper ends, or an
+            earlier grid. Bins have equal shares of the events and ends of two digits; under a
+            policy they have at least ten events, and its `min_level` joins some. Events count at
+            their bin's end, and rows that are censored before its middle are not at risk there. The
+            fit reports the possible error of its estimates: the length of two Newton steps, with
+            bins joined in pairs from the first or the second on, times 1 - 1 / s with s events per
+            bin.
+        exact_times: Whether sites send the exact times of events; an answer then has
             (p + 1) (p + 2) numbers for each.
-        strata: Column of strata, each with a baseline of its own, at all sites the same or, under
-            `per_site`, at each site; on other machines `levels`, as what values there are is known
-            here only.
-        entry: Column of the times at which rows come under observation, who count as at risk after
-            it only (left truncation); None if all are from 0. On a grid who enters after the middle
-            of a bin's events counts from the next bin on, and under a policy each time has no entry
-            or `min_level`.
+        strata: Column of strata, each with its own baseline, shared by sites or, with `per_site`,
+            at each site; over a network `levels`, because values are only known here.
+        entry: Column of entry times (left truncation): a row is at risk only after it; None for 0.
+            On a grid, a row that enters after the middle of a bin's events counts from the next bin
+            on. Under a policy, no row or at least `min_level` enter at a time.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
-            `site`, of the sums of three sites at least, times J / (J - 1), with Student's t of
-            J - 1 degrees of freedom for few sites. None takes the model's, and the
-            sandwich under probability weights.
+            `site`, from the sums of at least three sites, times J / (J - 1), with Student's t of
+            J - 1 degrees of freedom. None takes the model's, and the sandwich under probability
+            weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
-            as 2.5, which keeps them finite. With it the fit has an `evidence`, of the partial
+            such as 2.5, which keeps them finite. The fit then has an `evidence`, of the partial
             likelihood.
-        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+        aggregation: How the sites' answers are added, such as `SecureSum()`; None adds them openly.
 
     Raises:
         ValueError: A time is not above 0 or beyond the grid, an event is not 0 or 1, no site has
-            one, a column is constant over all sites, or under `per_site` within each, columns are
+            one, a column is constant over all sites, or with `per_site` within each, columns are
             linearly dependent, some separate early events from late ones, or the sites' policies
-            leave fewer than ten bins; by `site`, one alone says something of a coefficient.
+            leave fewer than ten bins; with `errors="site"`, one site alone informs a coefficient.
 
     Warns:
-        UserWarning: A coefficient may be off by more than a tenth of its standard error for the
-            bins of times.
+        UserWarning: Bins of times may shift a coefficient by more than a tenth of its standard
+            error.
 
     Source: Cox, "Regression models and life-tables", JRSS B 34, 1972; the sums over sites as in Lu
         et al., "WebDISCO", JAMIA 22, 2015, here with Efron's ties.
@@ -147,9 +145,8 @@ def cox(
     flat = state["first"].diagonal() < (1e-26 if per_site else 1e-10) * n  # by rounding
     if alike := [names[place] for place in flat.nonzero().flatten().tolist()]:
         raise ValueError(
-            f"{alike} do not differ among those at risk together, so that nothing can be learnt of "
-            "their coefficients: leave these terms out"
-            + (", or take baseline='shared'" if per_site else "")
+            f"{alike} do not differ among rows at risk together, so their coefficients cannot be "
+            "estimated: leave these terms out" + (", or take baseline='shared'" if per_site else "")
         )
     model = covariance = inverse(state, names)
     at = state | {"theta": state["best"]}
@@ -164,7 +161,7 @@ def cox(
         share = n / float((state["weight"] > 0).sum())
         most, term = (1 - 1 / share) * float(moves.max()), names[int(moves.argmax())]
         said = (
-            f"{share:.3g} events share a bin of times, by which estimates may be off by "
+            f"{share:.3g} events share a bin of times, so estimates may be off by "
             f"{most:.2g} standard errors ({term})",
         )
         if most > TENTH:
@@ -202,7 +199,7 @@ def cox(
         "concordance": ranked,
         "used rows": lambda key: used_rows(asked.again(), key, read),
     }
-    if sites.weighing != "probability":  # whose variances are others
+    if sites.weighing != "probability":  # which need other variances
         further |= {"check": check} | ({} if per_site else {"survival": survival})
     told = (
         ("a baseline for each site" if per_site else f"one baseline, {shared}")
@@ -259,7 +256,7 @@ def predicted(
     """Return the cumulative hazard and the survival of G rows at each time while rows of their
     stratum are at risk, with errors and intervals, as a data frame of pandas.
 
-    With dH the steps of Efron's estimate of the hazard, which is Breslow's where no times tie, the
+    With dH the steps of Efron's estimate of the hazard, or Breslow's if no times tie, the
     cumulative hazard of a row is e^eta H; with D the sum of (mean of x - x) dH, its variance is
 
         e^(2 eta) (sum of w / phi_l^2 + D' V D).

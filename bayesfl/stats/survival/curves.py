@@ -1,5 +1,5 @@
-"""Curves of survival over sites, and the test that groups have one: sums of numbers at risk and of
-events, for each group and time.
+"""Survival curves over sites, and the test that groups have the same: from numbers at risk and of
+events for each group and time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from bayesfl.stats.terms import Levels
 
 @dataclass(frozen=True)
 class Counts(OfTimes):
-    """Ask how many rows are at risk, and have an event, at each time, by group.
+    """Ask for the numbers of rows at risk, and with an event, at each time, by group.
 
     Args:
         grid: The T times.
         by: The G groups.
-        robust: Whether also to ask for the sums of squared weights of rows by their last time, at 0
-            of those at risk at none, without an event there and with one, [G, 1 + T, 2].
+        robust: Whether to ask for sums of squared weights, too, of rows by their last time, without
+            an event there and with one, [G, 1 + T, 2]; at 0 those of rows that are never at risk.
         entry: Column of the times at which rows enter; None if all are at risk from 0.
     """
 
@@ -65,7 +65,7 @@ class Counts(OfTimes):
         return {**found, "square": by_cell(site.weights.square())} if self.robust else found
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the cells of groups, times and events, and those of groups and times of entry; see
+        """Return the cells of groups, times and events, and of groups and entry times; see
         `SiteSurvey`.
         """
         times, events = followed(site, self.time, self.event)
@@ -84,15 +84,15 @@ class KaplanMeier(Answered):
 
     Args:
         groups: Names of the G groups.
-        times: The T times of events, or upper ends of bins, as long as anybody is at risk.
+        times: The T times of events, or upper ends of bins, while somebody is at risk.
         at_risk: Rows at risk just before each time, [G, T], or the sum of their weights.
         events: Events at each time, [G, T], or the sum of their weights.
         counts: Number of rows of each group, [G].
         log_variance: Variance of the logarithm of survival, [G, T], Greenwood's or the robust one;
-            infinite where that is 0.
-        told: What the times are, in words.
-        said: How far survival may be off for bins of times, in words.
-        rows: {site: its number of rows, each as often as it counts}.
+            infinite where survival is 0.
+        told: A text on the times.
+        said: A text on the possible error of survival by bins of times.
+        rows: {site: its number of rows, counted by weight}.
 
     Example:
         >>> import pandas as pd
@@ -115,7 +115,7 @@ class KaplanMeier(Answered):
 
     @property
     def survival(self) -> Tensor:
-        """Return the probability to be without an event after each time, [G, T]."""
+        """Return the probability of no event until after each time, [G, T]."""
         return _survival(self.at_risk, self.events)
 
     @property
@@ -125,8 +125,8 @@ class KaplanMeier(Answered):
         return torch.where(survival > 0, survival * self.log_variance.sqrt(), 0.0)
 
     def interval(self, level: Share = 0.95) -> tuple[Tensor, Tensor]:
-        """Return lower and upper ends of intervals, [G, T], normal for log(-log survival), which
-        are survival itself where it is 1 or 0.
+        """Return lower and upper ends of intervals, [G, T], normal for log(-log survival). Where
+        survival is 1 or 0, both equal it.
 
         Args:
             level: Probability of each interval.
@@ -162,8 +162,8 @@ class KaplanMeier(Answered):
         )[self.at_risk.flatten().numpy() > 0]
 
     def median(self, level: Share = 0.95) -> Any:
-        """Return the first time after which at most half are without an event, of each group, with
-        those of the ends of the intervals, as a data frame of pandas; infinite where more are.
+        """Return the median survival time of each group with its interval, as a data frame of
+        pandas; infinite if survival stays above a half.
 
         Args:
             level: Probability of the intervals.
@@ -185,7 +185,7 @@ class KaplanMeier(Answered):
         return torch.where(curve <= 0.5 + 1e-12, self.times, torch.inf).amin(1)
 
     def sheet(self) -> Sheet:
-        """Return the medians, with what they rest on below them."""
+        """Return the medians, with the facts about the estimate below them."""
         dropped = sum(self.dropped.values())
         lines = [
             f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
@@ -202,8 +202,8 @@ def _survival(at_risk: Tensor, events: Tensor) -> Tensor:
 
 
 def _log_variance(at_risk: Tensor, events: Tensor, square: Tensor | None) -> Tensor:
-    """Return Greenwood's variance of the logarithm of survival, [G, T], or by sums of squared
-    weights [G, 1 + T, 2] the robust one; infinite where survival is 0.
+    """Return Greenwood's variance of the logarithm of survival, [G, T], or, from sums of squared
+    weights [G, 1 + T, 2], the robust one; infinite where survival is 0.
 
     A row's weight w moves the logarithm of survival after t by w u, where u is Greenwood's sum c
     up to t or to the row's last time, less 1 / (at risk - events) at an event of its own; the
@@ -222,9 +222,9 @@ def _log_variance(at_risk: Tensor, events: Tensor, square: Tensor | None) -> Ten
 
 
 def _off(at_risk: Tensor, events: Tensor, log_variance: Tensor) -> Tensor:
-    """Return by how many standard errors survival changes, [G, T], where neighbouring times are
-    joined in pairs, from the first on and from the second on: who is censored between them is at
-    risk by half.
+    """Return the change of survival in standard errors, [G, T], if neighbouring times are joined in
+    pairs, from the first on and from the second on. A row that is censored between two joined times
+    counts half as at risk.
     """
     survival, found = _survival(at_risk, events), torch.zeros_like(at_risk)
     for skip in (0, 1):
@@ -255,28 +255,27 @@ def kaplan_meier(
 
     Under probability weights these are the weighted curves, and their errors robust.
 
-    On a grid survival is that at the ends of bins, and so are medians. It says how far survival may
-    be off there for who is censored in a bin: by how much it changes where bins are joined in
-    pairs, from the first or the second on.
+    On a grid, survival and medians refer to the ends of bins. The result reports the possible error
+    from rows that are censored in a bin: the change of survival if bins are joined in pairs, from
+    the first or the second on.
 
     Args:
-        sites: The sites, of `tables`, whose design and outcome are not read.
+        sites: The sites, of `tables`; their design and outcome are not read.
         time: Column of times, > 0.
-        event: Column of events: 1 where the time ends in one, 0 where it is censored.
-        by: Column of groups, each with a curve of its own; on other machines `levels`, as what
-            values there are is known here only.
+        event: Column of events: 1 if the time ends in one, 0 if it is censored.
+        by: Column of groups, each with its own curve; over a network `levels`, because values are
+            only known here.
         grid: As in `cox`; with `by` each site has `min_level` events of each group in a bin.
-        exact_times: Whether sites tell the times of events as they are.
-        entry: Column of the times at which rows come under observation, as in `cox`; not under
-            probability weights.
-        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+        exact_times: Whether sites send the exact times of events.
+        entry: Column of entry times, as in `cox`; not with probability weights.
+        aggregation: How the sites' answers are added, such as `SecureSum()`; None adds them openly.
 
     Raises:
         ValueError: A time is not above 0 or beyond the grid, an event is not 0 or 1, no site has
             one, or a group is missing or none of the levels.
 
     Warns:
-        UserWarning: Survival may be off by more than its standard error for the bins of times.
+        UserWarning: Bins of times may shift survival by more than its standard error.
 
     Source: Kaplan and Meier, "Nonparametric estimation from incomplete observations", JASA 53,
         1958; robust errors as in Williams, "Product-limit survival functions with correlated
@@ -301,7 +300,7 @@ def kaplan_meier(
     told, robust = str(times), sites.weighing == "probability"
     if robust and entry is not None:
         raise ValueError("curves with entry= have no robust errors: take cox, or leave out weights")
-    if exact_times:  # numbers at risk are told between events, too, and up to the horizon
+    if exact_times:  # numbers at risk also between events, and up to the horizon
         ends = tuple(sorted({*times.ends, *known.marks}))
         times = replace(times, ends=ends, middles=ends)
     sums = asked.first(
@@ -355,7 +354,7 @@ def logrank(
     all sites.
 
     Args:
-        sites: The sites, of `tables`, whose design and outcome are not read.
+        sites: The sites, of `tables`; their design and outcome are not read.
         time: As in `kaplan_meier`.
         event: As in `kaplan_meier`.
         by: Column of groups, as of `kaplan_meier`.
@@ -398,7 +397,7 @@ def logrank(
     expected = (d * share).sum(1)
     factor = torch.where(n > 1, d * (n - d) / (n - 1).clamp_min(1e-300), 0.0)
     variance = torch.diag((factor * share).sum(1)) - (factor * share) @ share.T
-    compared = variance.diagonal() > 1e-12 * expected  # at risk with others at an event
+    compared = variance.diagonal() > 1e-12 * expected  # at risk with other groups at an event
     scale = variance.diagonal()[compared].rsqrt()
     values, vectors = torch.linalg.eigh(scale[:, None] * variance[compared][:, compared] * scale)
     free = values > 1e-10  # groups that are never at risk together make no contrast
@@ -406,7 +405,7 @@ def logrank(
     if not degrees:
         raise ValueError(
             f"no two groups of {groups.column!r} are at risk together at an event that some "
-            "survive, so that nothing can be tested"
+            "survive, so there is nothing to test"
         )
     excess = vectors.T @ (scale * (events.sum(1) - expected)[compared])
     statistic = float((excess[free].square() / values[free]).sum())
@@ -421,7 +420,7 @@ def logrank(
         table=pandas.DataFrame(
             {name: values.numpy() for name, values in columns.items()}, index=names
         ),
-        said=tuple(f"group {name} has no part: none is at risk at an event" for name in apart),
+        said=tuple(f"group {name} is left out: none is at risk at an event" for name in apart),
         released=asked.released,
         left_out=asked.left_out,
     )

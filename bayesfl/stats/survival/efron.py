@@ -5,9 +5,9 @@ same over the tied rows. Efron's likelihood has, for l = 0, ..., d - 1, the deno
 
     phi_l = R - l / d E,
 
-so that loss, slope and Hessian need R, E, d, and the events' own sums alone. R and E are sums over
-sites. Under strata each has times of its own, and the likelihood is the product of theirs: what is
-called a time here, of S T, is a time of a stratum.
+so loss, slope and Hessian need only R, E, d, and the events' own sums. R and E are sums over sites.
+Each stratum has its own times, and the likelihood is a product over strata: one of S T times is a
+time of a stratum.
 
 Source: Efron, "The efficiency of Cox's likelihood function for censored data", JASA 72, 1977; the
 weighted form, and score residuals under ties, as in Therneau and Grambsch, "Modeling survival
@@ -25,12 +25,12 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold n rows as the partial likelihood reads them.
+    """Hold n rows for the partial likelihood.
 
     Args:
         design: Their columns, [n, p].
         eta: Their linear predictors, [n].
-        weights: How often each counts, [n].
+        weights: Their weights, [n].
         events: Whether each has an event, [n].
         first: Place of the first time at which each is at risk, [n]; 0 without entry times.
         last: Place of the last one, [n]; first - 1 if there is none.
@@ -56,14 +56,14 @@ class Rows:
 
     @property
     def slot(self) -> Tensor:
-        """Return where the times of each row's stratum begin, [n], if a time before the first is
-        put in front of those of each.
+        """Return the place of each row's stratum, [n], among times with one before the first of
+        each stratum.
         """
         return self.stratum * (self.times + 1)
 
 
 def shapes(times: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what `moments` and `squares` return."""
+    """Return the shapes of `moments` and `squares`."""
     first, half = (times, 1 + columns), (times, columns * (columns + 1) // 2)
     return {
         "risk": first,
@@ -120,10 +120,10 @@ def squares(rows: Rows) -> Tensors:
 
 
 def paired(sums: Tensors, times: int, skip: int) -> Tensors:
-    """Return sums of `moments` and `squares` where neighbours of the `times` of a baseline are
-    joined in pairs, from the first on or, to `skip` 1, from the second on: who is at risk at the
-    first of a pair is at risk at both. Where more rows enter than leave, those are who has an event
-    at the first or is at risk at the second.
+    """Return sums of `moments` and `squares` with neighbouring `times` of a baseline joined in
+    pairs, from the first on or, with `skip` 1, from the second on. The rows at risk at the first
+    time of a pair are at risk at both. If more rows enter than leave, these are the rows with an
+    event at the first time or at risk at the second.
     """
 
     def pairs(name: str) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def paired(sums: Tensors, times: int, skip: int) -> Tensors:
 
 
 def added(values: Tensor, place: Tensor, size: int) -> Tensor:
-    """Return the sums of values [n, ...] by their places [n], [size, ...]."""
+    """Return the sums of values [n, ...] by place [n], [size, ...]."""
     found = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
     return found.index_add_(0, place, values)
 
@@ -156,7 +156,7 @@ def over_risk_sets(rows: Rows, by_slot: Callable[[Tensor, Tensor, int], Tensor])
 
     Args:
         rows: The rows.
-        by_slot: Function (which rows [n], the slot of each, number of slots) -> sums by slot.
+        by_slot: Function (mask of rows [n], the slot of each, number of slots) -> sums by slot.
     """
     size = rows.strata * (rows.times + 1)
     late = rows.first > 0
@@ -167,17 +167,17 @@ def over_risk_sets(rows: Rows, by_slot: Callable[[Tensor, Tensor, int], Tensor])
 
 
 def hazards(sums: Tensors) -> Tensors:
-    """Return the partial likelihood by sums of `moments` over all rows, and what its denominators
-    say for each of S T times.
+    """Return the partial likelihood from sums of `moments` over all rows, and terms of its
+    denominators for each of S T times.
 
     Returns:
         `loss`: negative log partial likelihood, in nats; `slope`: its gradient, [p]; `at_risk`: the
         hazard's step w / phi_l, summed over l, and the same times the mean of x under phi_l,
-        [S T, 1 + p]; `of_tied`: the same with each l times l / d, of which tied rows are spared;
-        `variance`: that of the hazard's step, w / phi_l^2 summed over l, [S T]; `mean`: that of x
-        in the denominators, [S T, p]; `weight`: that of events, [S T]; `outer`: the sum of w times
-        the outer products of the means under phi_l, [p, p], which a sum of e^eta x x' by the
-        hazards' steps exceeds by the Hessian.
+        [S T, 1 + p]; `of_tied`: the same with each l times l / d, the part that tied rows do not
+        meet; `variance`: that of the hazard's step, w / phi_l^2 summed over l, [S T]; `mean`: that
+        of x in the denominators, [S T, p]; `weight`: that of events, [S T]; `outer`: the sum of w
+        times the outer products of the means under phi_l, [p, p]. The Hessian is the sum of
+        e^eta x x' weighted by the hazards' steps, minus `outer`.
     """
     tied = sums["n_tied"].round().long()  # [S T]
     # A line for each event: its time, and its number among those tied there.
@@ -206,7 +206,7 @@ def hazards(sums: Tensors) -> Tensors:
 
 
 def hessian(found: Tensors, sums: Tensors) -> Tensor:
-    """Return the Hessian of `hazards`' loss, [p, p], by sums of `squares` over all rows."""
+    """Return the Hessian of `hazards`' loss, [p, p], from sums of `squares` over all rows."""
     at_risk, of_tied = found["at_risk"][:, 0], found["of_tied"][:, 0]
     half = at_risk @ sums["risk_square"] - of_tied @ sums["tied_square"]
     square = torch.zeros_like(found["outer"])
@@ -216,13 +216,13 @@ def hessian(found: Tensors, sums: Tensors) -> Tensor:
 
 
 def hessian_of(found: Tensors, rows: Rows) -> Tensor:
-    """Return the same by all rows, where they are in one place."""
+    """Return the same from the rows themselves, if they are in one place."""
     relative = rows.weights * rows.eta.exp() * hazard_met(rows, found)[:, 0]
     return rows.design.T @ (relative.unsqueeze(1) * rows.design) - found["outer"]
 
 
 def hazard_met(rows: Rows, baseline: Tensors) -> Tensor:
-    """Return the sums of the steps of `hazards` that each row met while at risk, [n, 1 + p]."""
+    """Return the sums of the steps of `hazards` while each row was at risk, [n, 1 + p]."""
     by_stratum = baseline["at_risk"].unflatten(0, (rows.strata, rows.times)).cumsum(1)
     until = torch.nn.functional.pad(by_stratum, (0, 0, 1, 0)).flatten(0, 1)
     met = until[rows.slot + rows.last + 1] - until[rows.slot + rows.first]
@@ -230,12 +230,12 @@ def hazard_met(rows: Rows, baseline: Tensors) -> Tensor:
 
 
 def score_residuals(rows: Rows, baseline: Tensors) -> Tensor:
-    """Return the slope of the log partial likelihood row by row, [n, p], whose outer products make
-    robust errors.
+    """Return the slope of the log partial likelihood by row, [n, p]; its outer products give robust
+    errors.
 
     Args:
         rows: The rows.
-        baseline: As by `hazards`, of all rows of the baseline.
+        baseline: The result of `hazards` for all rows of the baseline.
 
     Source: Lin and Wei, "The robust inference for the Cox proportional hazards model", JASA 84,
     1989; tied events as in Therneau and Grambsch, section 7.2.

@@ -19,12 +19,12 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
 
     Raises:
         TypeError: It has text and numbers, which have no order.
-        ValueError: Its levels are not known here, or it has one value.
+        ValueError: Its levels are unknown here, or it has one value.
     """
     if by is None or isinstance(by, Levels):
         return by or ALL
     if not isinstance(sites, Tables):
-        raise ValueError(f"what groups there are is not known here: by=levels({by!r}, [...])")
+        raise ValueError(f"the groups are unknown here: declare them, levels({by!r}, [...])")
     found = {
         value for site in sites.sites for value in column_of(site.frame, by, site.name).dropna()
     }
@@ -37,7 +37,7 @@ def group(frame: Any, by: Levels, site: str) -> Tensor:
     """Return the place of each row's group among the levels, [n], for a frame of a site.
 
     Raises:
-        ValueError: A row has none, or another one.
+        ValueError: A row has no group, or an undeclared one.
     """
     if by == ALL:
         return torch.zeros(len(frame), dtype=torch.int64)
@@ -45,6 +45,6 @@ def group(frame: Any, by: Levels, site: str) -> Tensor:
     if missing := int(np.isnan(others).any(1).sum()):
         raise ValueError(
             f"site {site!r} has {missing} rows without {by.column!r}; name it in "
-            "tables(also=...), which looks at missing values, or leave these rows out"
+            "tables(also=...), which checks for missing values, or leave these rows out"
         )
     return torch.from_numpy(others @ np.arange(1, len(by.levels))).long()

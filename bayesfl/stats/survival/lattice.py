@@ -1,7 +1,7 @@
-"""The lattice of times and thresholds that questions may name: decimal numbers of few digits.
+"""The lattice of times and thresholds in questions: decimal numbers with few digits.
 
-On it a question cannot move a threshold by a little to see who lies in between. A number of the
-lattice has an address, a whole number, which secure sums do not round.
+So a question cannot move a threshold a little to see who lies in between. A number of the lattice
+has an address, a whole number, which secure sums do not round.
 """
 
 DIGITS = 2

@@ -1,8 +1,8 @@
 """The partial likelihood over sites: Newton's question, and those that follow a fit.
 
-With a baseline of each site's own, the partial likelihood is a sum over sites, and sites answer its
-loss, slope and Hessian; no time leaves a site. With one baseline, the sums over risk sets add up
-over sites, time by time, and the partial likelihood is made of these (`efron`).
+If each site has its own baseline, the partial likelihood is a sum over sites. Sites answer its
+loss, slope and Hessian, and no time leaves a site. With one baseline, the sums over risk sets add
+up over sites, time by time, and determine the partial likelihood (`efron`).
 """
 
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
 LARGEST = 500.0
-"""A linear predictor of this size is outside the range of steps, as its exponential overflows."""
+"""Maximum size of linear predictors; beyond it their exponentials overflow."""
 
 
 @dataclass(frozen=True)
 class PartialLikelihood(OfTimes):
-    """Ask for what the negative log partial likelihood, its slope and its Hessian are made of, and
-    make Newton's step; columns are standardised.
+    """Ask for the terms of the negative log partial likelihood, its slope and its Hessian, and make
+    Newton's step; columns are standardised.
 
     Args:
         columns: Number p of columns.
-        grid: Times of the baseline that sites share; None where each has its own, at its own times.
+        grid: Times of the shared baseline; None if each site has its own, at its own times.
         prior: Standard deviation of the coefficients' prior; None without one.
         centre: Means of the columns.
         scale: Their standard deviations.
-        unit: The weight that is 1.
-        entry: Column of the times at which rows enter; None if all are at risk from 0.
-        strata: The S strata, each with a baseline of its own.
+        unit: The weight that counts as 1.
+        entry: Column of entry times; None if all are at risk from 0.
+        strata: The S strata, each with its own baseline.
     """
 
     columns: int
@@ -70,7 +70,7 @@ class PartialLikelihood(OfTimes):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         rows = self.rows(state["theta"], site)
-        if (rows.eta.abs() > LARGEST).any():  # sums without some rows would tell who these are
+        if (rows.eta.abs() > LARGEST).any():  # sums without some rows would reveal these
             shapes = self.shapes(state).items()
             nothing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes}
             return nothing | {"n_outside": torch.tensor(1.0)}
@@ -84,8 +84,8 @@ class PartialLikelihood(OfTimes):
         return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's relative hazard, [n], and 0 for rows that are in no sum, as those of
-        strata without events; see `SiteSurvey`.
+        """Return each row's relative hazard, [n], and 0 for rows in no sum, such as those of strata
+        without events; see `SiteSurvey`.
         """
         rows = self.rows(state["theta"], site)
         events = efron.added(rows.events.double(), rows.stratum, rows.strata)
@@ -94,9 +94,7 @@ class PartialLikelihood(OfTimes):
         return site.weights * (rows.eta - rows.eta.max()).exp() * counts
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make Newton's step, see `newton.step`, and keep what residuals and curves need of the
-        baseline.
-        """
+        """Make Newton's step, see `newton.step`, and keep the baseline for residuals and curves."""
         if total["n_outside"]:
             return newton.step(state, torch.tensor(torch.inf), state["theta"], state["hessian"])
         found = total if self.grid is None else self._shared(state["theta"], total)
@@ -105,10 +103,9 @@ class PartialLikelihood(OfTimes):
         return state | found | after, done
 
     def _shared(self, theta: Tensor, total: Tensors) -> Tensors:
-        """Return `efron.hazards` with the Hessian, whether rows are `followed` until each time,
-        and `coarser`, the length of Newton's steps to the minimum where neighbouring times are
-        joined in pairs, from the first on and from the second on, [p]: one step alone may be short
-        by chance.
+        """Return `efron.hazards` with the Hessian, whether rows are `followed` until each time, and
+        `coarser`, the length of two Newton steps to the minima with neighbouring times joined in
+        pairs, from the first on and from the second on, [p]. One step alone may be short by chance.
         """
         found, moves = _likelihood(total), []
         for skip in (0, 1):
@@ -122,7 +119,7 @@ class PartialLikelihood(OfTimes):
         }
 
     def _penalised(self, theta: Tensor, found: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, slope and Hessian, the prior's included."""
+        """Return loss, slope and Hessian with the prior's."""
         strength = self.strength
         return (
             found["loss"] + strength * theta @ theta / 2,
@@ -131,8 +128,8 @@ class PartialLikelihood(OfTimes):
         )
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the strata; of a baseline that sites share the cells of strata, times and events,
-        and those of strata and times of entry; see `SiteSurvey`.
+        """Return the strata; for a shared baseline the cells of strata, times and events, and those
+        of strata and entry times; see `SiteSurvey`.
         """
         rows = self.rows(state["theta"], site)
         if self.grid is None:
@@ -141,7 +138,7 @@ class PartialLikelihood(OfTimes):
         return [leaving] if self.entry is None else [leaving, rows.slot + rows.first]
 
     def rows(self, theta: Tensor, site: Site) -> efron.Rows:
-        """Return a site's rows as the partial likelihood reads them.
+        """Return a site's rows for the partial likelihood.
 
         Raises:
             ValueError: As by `followed`, `group` and `entries`, or a time is beyond the grid.
@@ -151,10 +148,10 @@ class PartialLikelihood(OfTimes):
         centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
         stratum = group(site.frame, self.strata, site.name)
         design = site.x - centre
-        if self.grid is None:  # each baseline takes up means of its own, so that no digits cancel
+        if self.grid is None:  # subtract the means of each baseline, so that no digits cancel
             for one in stratum.unique():
                 own = site.x[stratum == one]
-                own = own - own[0]  # 0 without rounding where a column is constant
+                own = own - own[0]  # exactly 0 if a column is constant
                 design[stratum == one] = own - own.mean(0)
         design = design / scale
         last = grid.last(site, times, events, stratum)
@@ -173,7 +170,7 @@ class PartialLikelihood(OfTimes):
         )
 
     def grid_at(self, site: Site) -> Grid:
-        """Return the times of a site's baseline: those that sites share, or of its own events."""
+        """Return the times of a site's baseline: the shared ones, or those of its own events."""
         if self.grid is not None:
             return self.grid
         times, events = followed(site, self.time, self.event)
@@ -193,10 +190,10 @@ def _likelihood(sums: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Scores(AfterFit):
-    """Ask for the outer products of score residuals, by which errors are robust.
+    """Ask for the outer products of score residuals, for robust errors.
 
     Args:
-        by: Of rows (`sandwich`), each as many as it stands for, or of the sums of each site's
+        by: Whether of rows (`sandwich`), counted by frequency weight, or of each site's sums
             (`site`).
     """
 
@@ -218,8 +215,8 @@ class Scores(AfterFit):
 
 @dataclass(frozen=True)
 class Alone(AfterFit):
-    """Ask for the products of the columns, and of 1 where sites share a baseline, summed over rows;
-    then how much of each column's direction single sites alone tell.
+    """Ask for the products of the columns, and of a constant for a shared baseline, summed over
+    rows; then for the share of each column's direction that single sites alone inform.
     """
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
@@ -242,7 +239,7 @@ class Alone(AfterFit):
         return {"alone": square @ (1 - values < ALONE).double() / square.sum(1)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return a root of the inverse of the sums, or what single sites tell."""
+        """Return a root of the inverse of the sums, then the shares of single sites."""
         if "root" in state:
             return state | total, True
         root = torch.linalg.inv(torch.linalg.cholesky(total["gram"])).T

@@ -28,25 +28,25 @@ from bayesfl.stats.tables import Site
 
 @dataclass(frozen=True)
 class Exposure(OfTimes):
-    """Ask for the sum of log exposures, each in the interval of its event, of K intervals of time.
+    """Ask for the sum of log exposures of events, each in the interval of its event.
 
     Args:
-        cuts: The K - 1 times between intervals.
+        cuts: The K - 1 times between K intervals.
     """
 
     cuts: tuple[float, ...]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the names of the intervals, but of the first."""
+        """Return the names of the intervals except the first."""
         ends = (*(f"{cut:g}]" for cut in self.cuts[1:]), "inf)")
         return tuple(
             f"{self.time}({low:g}, {end}" for low, end in zip(self.cuts, ends, strict=True)
         )
 
     def by_interval(self, site: Site) -> Site:
-        """Return a site with a row for each interval in which one of its own is at risk, the event
-        there as its outcome.
+        """Return a site with a row for each row of its own and each interval with this at risk; the
+        outcome is the event there.
         """
         times, events = followed(site, self.time, self.event)
         starts = torch.tensor((0.0, *self.cuts), dtype=torch.float64)
@@ -68,7 +68,7 @@ class Exposure(OfTimes):
         return {"log_exposure": ()}
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
+        """Return the interval and event of each row's last time, as cells; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
         interval = torch.searchsorted(torch.tensor(self.cuts, dtype=torch.float64), times)
         return (2 * interval + events,)
@@ -104,7 +104,7 @@ class ByInterval(Exposure):
         return self.survey.of_site(state, self.by_interval(site), place)
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's weight in all its intervals, [..., n]; see `SiteSurvey`."""
+        """Return each row's weight over all its intervals, [..., n]; see `SiteSurvey`."""
         expanded = self.by_interval(site)
         weight = self.survey.row_weights(state, expanded)
         row = torch.tensor(expanded.frame.index.to_numpy())
@@ -130,18 +130,18 @@ def piecewise(
     """Fit a proportional hazards model whose baseline is constant between cuts, to the rows of all
     sites, by `glm`.
 
-    No time leaves a site. The coefficient of an interval, as `time(12, inf)`, is the log of its
-    baseline over that of the first, and the intercept the log of the latter.
+    No time leaves a site. The coefficient of an interval, such as `time(12, inf)`, is the log ratio
+    of its baseline to that of the first interval, and the intercept is the log of the latter.
 
     Args:
-        sites: The sites, of `tables`, whose outcome is not read.
+        sites: The sites, of `tables`; their outcome is not read.
         time: Column of times, > 0.
-        event: Column of events: 1 where the time ends in one, 0 where it is censored.
+        event: Column of events: 1 if the time ends in one, 0 if it is censored.
         cuts: Times between intervals, increasing; each interval needs an event.
-        intercept: One for all sites, or one of each site's own, of a baseline of one shape; then a
-            site without an event says nothing and is left out.
+        intercept: One for all sites, or one for each site, which scales a baseline of common shape;
+            a site without an event then has no information and is left out.
         prior: As in `glm`.
-        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+        aggregation: How the sites' answers are added, such as `SecureSum()`; None adds them openly.
 
     Raises:
         ValueError: Cuts do not increase from above 0, a time is not above 0, an event is not 0 or
@@ -192,7 +192,7 @@ def piecewise(
         rows={name: known.rows[name] for name in fit.rows},
         log_likelihood=fit.log_likelihood - log_exposure,
         evidence=None if fit.evidence is None else fit.evidence - log_exposure,
-        # Counts of person and interval, 0 or 1, are no sign of how the model fits.
+        # The variation of counts by person and interval, 0 or 1, does not measure the fit.
         further={
             **{name: ask for name, ask in fit.further.items() if name != "predict"},
             "used rows": lambda key: used_rows(

@@ -9,15 +9,15 @@ from bayesfl.stats.asking import Answered
 
 @dataclass(frozen=True, repr=False)
 class Tested(Answered):
-    """Hold the result of a test by sums over sites; `print` shows it.
+    """Hold the result of a test from sums over sites; `print` shows it.
 
     Args:
-        what: What was tested, in words.
-        statistic: Its statistic, under the null of a chi-squared distribution.
+        what: The hypothesis, in words.
+        statistic: Its statistic, chi-squared under the null hypothesis.
         degrees: Degrees of freedom.
         p: Probability of a statistic as large.
-        table: What it is made of, a data frame of pandas.
-        said: What follows, in words.
+        table: Its parts, as a data frame of pandas.
+        said: Conclusions, in words.
 
     Example:
         >>> import pandas as pd
@@ -37,7 +37,7 @@ class Tested(Answered):
     said: tuple[str, ...] = ()
 
     def sheet(self) -> Sheet:
-        """Return the test and its table, with what to know of it below."""
+        """Return the test and its table, with remarks below."""
         head = (
             f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, p "
             f"{self.p:.4g}"

@@ -1,8 +1,8 @@
-"""Times of follow-up over sites, and the grid on which sites count what happens at which time.
+"""Times of follow-up over sites, and the grid of times for counts.
 
-A curve or a baseline that sites share is made of sums for each time. Exact times disclose single
-people, so by default a site rounds its times up to the ends of a grid. Where exact times are asked
-for, the sum of the answers puts the sites' own event times side by side.
+A shared curve or baseline is made of sums for each time. Exact times disclose single people, so by
+default a site rounds its times up to the ends of a grid. With `exact_times=True`, the sum of the
+answers contains the sites' own event times side by side.
 """
 
 from collections.abc import Sequence
@@ -20,29 +20,29 @@ from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
 BINS = 100
-"""Largest number of bins where no grid is given."""
+"""Default maximum number of bins."""
 FEWEST = 10
-"""Number of bins below which a policy leaves too little of times."""
+"""Minimum number of bins under a policy."""
 EACH = 10
-"""Least number of events in a bin of a site with a policy; a twentieth of all if these are few."""
+"""Minimum number of events in a bin under a policy; a twentieth of all if these are few."""
 SHARES = 100
-"""Number of times that each site reports, between which it has equal numbers of events."""
+"""Number of times that each site reports, with equal numbers of its events between them."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """Times at which rows are counted: upper ends of bins, or exact times of events.
 
-    An event counts at its bin's end. A row that is censored within a bin is at risk there if that
-    is not before the middle of the bin's events, as half of these are before it.
+    An event counts at its bin's end. A row that is censored within a bin is at risk there unless it
+    is censored before the middle of the bin's events.
 
     Args:
         ends: The T times, increasing.
-        exact_times: Whether these are others than the library's own of all sites' events: exact
-            ones, or a grid of one's own. A site's policy may refuse them.
-        middles: Middles of the bins, [T], which are the ends of exact times; None halfway between
+        exact_times: Whether these are exact times, or a user's own grid, in place of the library's
+            bins of all sites' events. A site's policy may refuse them.
+        middles: Middles of the bins, [T], for exact times their ends; None for halfway between
             ends.
-        share: Number of events for each bin, on average; 0 where it is not known.
+        share: Mean number of events in a bin; 0 if unknown.
     """
 
     ends: tuple[float, ...]
@@ -58,17 +58,17 @@ class Grid:
         return torch.tensor((self.ends, self.middles or halfway), dtype=torch.float64)
 
     def last(self, site: Site, times: Tensor, events: Tensor, group: Tensor) -> Tensor:
-        """Return the place of the last time at which each row is at risk, [n], where rows that have
-        an event have it; -1 if none.
+        """Return the place of the last time at which each row is at risk, [n], for rows with an
+        event the event's; -1 if none.
 
-        Where the site has a policy, rows of a group that are censored leave as many at a time as
-        its `min_level`, those near one another at the time of the middle one.
+        Under a policy, at least `min_level` censored rows of a group leave at a time: neighbours
+        leave at the time of the middle one.
 
         Args:
             site: The site.
             times: Its rows' times, [n].
             events: Whether they end in an event, [n].
-            group: Which rows are counted together, [n].
+            group: The group of each row for counts, [n].
 
         Raises:
             ValueError: An event is beyond the last time.
@@ -86,19 +86,19 @@ class Grid:
     def first(
         self, site: Site, entries: Tensor, last: Tensor, events: Tensor, group: Tensor
     ) -> Tensor:
-        """Return the place of the first time at which each row is at risk, [n], last + 1 at most,
-        and last of rows that have an event there: a row that enters after the middle of a bin's
-        events is at risk from the next bin on.
+        """Return the place of the first time at which each row is at risk, [n], at most last + 1,
+        or last for rows with an event there. A row that enters after the middle of a bin's events
+        is at risk from the next bin on.
 
-        Where the site has a policy, as many rows of a group enter at a time as its `min_level`,
-        those near one another at the time of the first one.
+        Under a policy, at least `min_level` rows of a group enter at a time: neighbours enter at
+        the time of the first one.
 
         Args:
             site: The site.
-            entries: When its rows enter, [n].
-            last: As by `last`, [n].
+            entries: Entry times of its rows, [n].
+            last: The result of `last`, [n].
             events: Whether they end in an event, [n].
-            group: Which rows are counted together, [n].
+            group: The group of each row for counts, [n].
         """
         ends, middles = self.bins
         first = torch.searchsorted(ends, entries, right=True)
@@ -115,9 +115,9 @@ class Grid:
         group: Tensor,
         share: float,
     ) -> Tensor:
-        """Return the places of rows [n], where some [n] of bools which are of one group and near
-        one another in time get one place, that at a share of theirs. These are as many as the
-        policy's `min_level`, and the same ones on any grid.
+        """Return the places of rows [n] after joining the chosen ones [n] of each group: neighbours
+        in time, at least `min_level` of the policy, get one place, at a share of their own. They
+        are the same on any grid.
         """
         least = _least(site)
         if least < 2 or self.exact_times:
@@ -131,8 +131,8 @@ class Grid:
         return places
 
     def cells(self, last: Tensor, events: Tensor, group: Tensor) -> Tensor:
-        """Return which cell of a table of groups, times, and events or not each row is in, [n]; at
-        `last`, of `last`. Sums at these times tell sums of cells.
+        """Return each row's cell in a table of groups, times and events, [n], from the result of
+        `last`. Sums at these times determine sums over cells.
         """
         return (group * (len(self.ends) + 1) + last + 1) * 2 + events.long()
 
@@ -153,7 +153,7 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
     times, events = site.column(time), site.column(event)
     if early := int((times <= 0).sum()):
         raise ValueError(
-            f"site {site.name!r} has {early} rows with {time!r} <= 0, who were never at risk; "
+            f"site {site.name!r} has {early} rows with {time!r} <= 0, which were never at risk; "
             "leave them out"
         )
     if not bool(((events == 0) | (events == 1)).all()):
@@ -165,7 +165,7 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
 
 
 def entries(site: Site, time: str, entry: str | None, times: Tensor) -> Tensor:
-    """Return the times at which a site's rows enter, [n], by the times at which they leave.
+    """Return the entry times of a site's rows, [n], checked against the times when they leave.
 
     Raises:
         ValueError: A row leaves before it enters.
@@ -173,8 +173,8 @@ def entries(site: Site, time: str, entry: str | None, times: Tensor) -> Tensor:
     found = torch.zeros_like(times) if entry is None else site.column(entry)
     if never := int((found >= times).sum()):
         raise ValueError(
-            f"site {site.name!r} has {never} rows whose {entry!r} is not before {time!r}, who were "
-            "never at risk; leave them out"
+            f"site {site.name!r} has {never} rows whose {entry!r} is not before {time!r}, which "
+            "were never at risk; leave them out"
         )
     return found
 
@@ -194,8 +194,8 @@ class OfTimes(SiteSurvey):
 
 @dataclass(frozen=True)
 class FollowUp(OfTimes):
-    """Ask for each site's numbers of rows and events, each as often as it counts, and its longest
-    time, rounded up to one digit.
+    """Ask for each site's numbers of rows and events, counted by weight, and its longest time,
+    rounded up to one digit.
 
     Args:
         sites: Number of sites J.
@@ -221,10 +221,10 @@ class FollowUp(OfTimes):
 
 @dataclass(frozen=True)
 class EventTimes(OfTimes):
-    """Ask for the times of all events: first how many each site has, then for the times, each site
-    writing its own at places of its own, so that the sum is all of them.
+    """Ask for the times of all events: first for each site's number, then for the times. Each site
+    writes its own at its own places, so the sum contains all.
 
-    A time travels as its 64 bits, in four whole numbers, which secure sums do not round.
+    A time is sent as its 64 bits, in four whole numbers, which secure sums do not round.
 
     Args:
         sites: Number of sites J.
@@ -262,13 +262,13 @@ class EventTimes(OfTimes):
 
 @dataclass(frozen=True)
 class Followed:
-    """Hold what is known of all sites' rows before anything is fitted.
+    """Hold facts about all sites' rows before a fit.
 
     Args:
-        rows: {site: number of rows, each as often as it counts}.
+        rows: {site: number of rows, counted by weight}.
         events: {site: number of events}.
-        dropped: {site: rows left out, as a value is missing or as they are few new ones}.
-        marks: Ten times of two digits, the last one of which no row exceeds.
+        dropped: {site: number of rows left out, with a missing value, or few new ones}.
+        marks: Ten times of two digits; no row exceeds the last.
     """
 
     rows: dict[str, float]
@@ -278,7 +278,7 @@ class Followed:
 
 
 def follow(asked: Questions, time: str, event: str) -> Followed:
-    """Ask sites how many rows and events they have, and how long they followed; see
+    """Ask sites for their numbers of rows and events, and their length of follow-up; see
     `Questions.first`.
 
     Raises:
@@ -298,17 +298,17 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
 
 @dataclass(frozen=True)
 class Bins(OfTimes):
-    """Ask for bins of equal shares of all sites' events, in each of which each site has no event or
-    as many as its policy's `min_level`, of each group.
+    """Ask for bins of equal shares of all sites' events. In each bin each site has no event or at
+    least its policy's `min_level`, of each group.
 
-    First each site reports times, rounded up on the lattice, between which it has equal numbers of
-    events, as many as its `min_level` or more, and these make narrow bins. Then each reports which
-    bins joined from these have too few events, alone or beside those of earlier analyses, and at
-    last how far in the bins its events lie.
+    First each site reports times, rounded up on the lattice, with equal numbers of its events
+    between them, at least its `min_level`; these make narrow bins. Then each site reports the bins
+    joined from these that have too few events, alone or together with those of earlier analyses.
+    Last, each reports the position of its events in the bins.
 
     Args:
         sites: Number of sites J.
-        most: Largest number of bins.
+        most: Maximum number of bins.
         by: The groups.
     """
 
@@ -330,8 +330,8 @@ class Bins(OfTimes):
         return [self._places(state["ends"], site)[0]] if "ends" in state else []
 
     def _places(self, ends: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-        """Return the bin of each event among those of some ends [1 + T], of one group after the
-        other, and its time.
+        """Return the bin of each event among those with some ends [1 + T], numbered group by group,
+        and its time.
         """
         times, events = followed(site, self.time, self.event)
         at = torch.searchsorted(ends, times[events]).clamp_max(len(ends) - 1)
@@ -385,14 +385,14 @@ class Bins(OfTimes):
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make narrow bins, then join them, and find their middles.
 
-        The last state has 0 and the bins' `ends` [1 + T], 0 alone if there are no such bins, their
-        `middles` [T], the means of the times of their events, the number of `events`, whether a
-        site has a policy, `guarded`, and the `digits` of times.
+        The last state has `ends` [1 + T], 0 and the ends of the bins, or 0 alone without such bins;
+        their `middles` [T], the means of their events' times; the number of `events`; whether a
+        site has a policy, `guarded`; and the `digits` of times.
         """
         if "ends" in state:
             past = total["past"] / total["n_inside"].clamp_min(1)
             middles = state["ends"][:-1] + state["ends"].diff() * past
-            # Rounding takes no row out that is censored when others have their event.
+            # Rounding does not exclude rows that are censored at the time of an event.
             return state | {"middles": middles * (1 - 1e-9)}, True
         if "narrow" not in state:
             return self._narrow(total), False
@@ -422,7 +422,7 @@ class Bins(OfTimes):
         least = min(EACH / events, 0.5 / FEWEST) if guarded else 0.0
         return {
             "narrow": narrow,
-            # The square, so that bins are many, and alike.
+            # The square favours many and equal bins.
             "cost": share.square().where(share >= least * (1 - 1e-9), torch.inf),
             "guarded": guarded,
             "digits": digits,
@@ -431,11 +431,11 @@ class Bins(OfTimes):
 
 
 def cheapest(cost: Tensor) -> list[int]:
-    """Return the places at which a row of T parts is cut at least cost, the last one T; none where
-    each way costs infinitely much.
+    """Return the places of the cuts of T parts with the lowest cost, the last one T; empty if every
+    way has infinite cost.
 
     Args:
-        cost: What it costs to have one bin from a place to a later one, [1 + T, 1 + T].
+        cost: Cost of a bin from one place to a later one, [1 + T, 1 + T].
     """
     best = torch.zeros(len(cost), dtype=torch.float64)
     cuts: list[list[int]] = [[]]
@@ -465,16 +465,16 @@ def grid_of(
     exact_times: bool,
     by: str | Levels | None = None,
 ) -> Grid:
-    """Return the grid on which sites count.
+    """Return the grid of times for counts.
 
     Args:
         asked: The questions.
         time: Column of times.
         event: Column of events.
-        known: What is known of the rows.
-        grid: Largest number of bins, or their upper ends, or a grid that was made before.
-        exact_times: Whether sites tell the exact times of events instead.
-        by: Groups whose rows are counted apart.
+        known: Facts about the rows.
+        grid: Maximum number of bins, or their upper ends, or an earlier grid.
+        exact_times: Whether sites send the exact times of events instead.
+        by: Groups with separate counts.
 
     Raises:
         ValueError: The ends do not increase from above 0, or the sites' policies leave too few
@@ -493,10 +493,10 @@ def grid_of(
     if found["guarded"] and bins < FEWEST:
         few = sorted((count, name) for name, count in known.events.items() if count)[:5]
         raise ValueError(
-            f"there are {bins or 'no'} bins of times in which each site has no event or as many "
-            f"as its policy's rule min_level, and {FEWEST} are needed. Go on without the sites "
-            f"that have fewest events, {', '.join(f'{name!r} {count:g}' for count, name in few)}, "
-            "by sites.only([...]), or give each a baseline of its own, cox(baseline='per_site')"
+            f"there are {bins or 'no'} bins of times with no event or at least min_level at each "
+            f"site, by its policy, and {FEWEST} are needed. Continue without the sites with the "
+            f"fewest events, {', '.join(f'{name!r} {count:g}' for count, name in few)}, by "
+            "sites.only([...]), or give each its own baseline, cox(baseline='per_site')"
         )
     last, digits = float(found["ends"][-1]), int(found["digits"])
     further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)
