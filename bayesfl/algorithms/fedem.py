@@ -90,9 +90,6 @@ def fedem(
     rises above it again, is named in the log. The server therefore learns every client's pi, which
     the paper does not need.
 
-    `dataclasses.replace(method, predictor=...)` with `bf.predictors.Mixture("components", "pi",
-    each=LinearisedLaplace())` predicts by a Laplace approximation of each component.
-
     Args:
         optimiser: Optimiser of all components; the authors' code takes rates of `multistep`,
             another for each data set.

@@ -4,13 +4,13 @@ data or several models.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, pieces
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import Count, Natural, Positive, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
@@ -30,7 +30,6 @@ from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
 from bayesfl.posteriors.laplace import last_layer
 from bayesfl.posteriors.linearised import Link, kappa, predictive
-from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.pooled import PooledCurvature, Structure
 from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select, size_of
 
@@ -55,7 +54,6 @@ EXACT = "donot_use_mm_for_euclid_dist"
 """Differences before squares: the distances of near rows would be rounding otherwise."""
 SHARES = tuple(k / 20 for k in range(21))
 """Shares of a client's own rows that `Neighbours` tries on validation data."""
-PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
 @dataclass(frozen=True)
@@ -125,17 +123,6 @@ class LinearisedLaplace:
         does not fit the algorithm; warn where all clients predict with one network.
         """
         _refuse_copies(self, algorithm)
-        self.check_one(algorithm)
-        own = algorithm.finetune or any(algorithm.blocks[part].keep for part in algorithm.parts)
-        if not own and algorithm.shared_parts() == algorithm.parts:
-            warn(
-                "clients predict with the server's network, which the rows of all have trained, "
-                "and LinearisedLaplace has the curvature of one client's rows: the posterior is "
-                "too wide; take result.laplace() after training, or PooledLaplace()",
-            )
-
-    def check_one(self, algorithm: "Algorithm") -> None:
-        """Raise as `check` does, for the predictor of one of a method's copies."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name "
@@ -146,6 +133,13 @@ class LinearisedLaplace:
             raise ValueError(
                 f"{algorithm.likelihood} is a training loss without a Laplace approximation; "
                 f"take {type(algorithm.likelihood).__name__}()"
+            )
+        own = algorithm.finetune or any(algorithm.blocks[part].keep for part in algorithm.parts)
+        if not own and algorithm.shared_parts() == algorithm.parts:
+            warn(
+                "clients predict with the server's network, which the rows of all have trained, "
+                "and LinearisedLaplace has the curvature of one client's rows: the posterior is "
+                "too wide; take result.laplace() after training, or PooledLaplace()",
             )
 
     @property
@@ -160,19 +154,17 @@ class LinearisedLaplace:
     def __call__(
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
-        """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
-        times each example counts.
-        """
+        """Return one client's predictor, see `Predictor`."""
         own = self.precision(given, view) if callable(self.precision) else self.grid[0]
-        layout, weight = self._layout(algorithm), data.get("weight")
+        layout = self._layout(algorithm)
         size = size_of(self.share, layout.size) if self.structure == "subnetwork" else layout.size
         step = max(1, BLOCK // (8 * size**2))  # factors that are held at once
 
         @cache
         def known() -> tuple[Curvature, Data | Piece, Tensor]:
             curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
-            rows = curvature.held(data, weight, extra=size)
-            return curvature, rows, curvature.diagonal(rows, weight=weight)
+            rows = curvature.held(data, extra=size)
+            return curvature, rows, curvature.diagonal(rows)
 
         @lru_cache(maxsize=1)  # as factors take most of the memory
         def inverses(values: tuple[float | None, ...]) -> list[Inverse]:
@@ -187,7 +179,6 @@ class LinearisedLaplace:
                     some[0],
                     indices=indices,
                     diagonal=diagonal,
-                    weight=weight,
                     scale=ONE
                     if len(values) == 1
                     else diagonal.new_tensor([some[0] / p for p in some]),
@@ -287,10 +278,6 @@ class LinearisedBelief(_Untuned):
         does not fit the algorithm.
         """
         _refuse_copies(self, algorithm)
-        self.check_one(algorithm)
-
-    def check_one(self, algorithm: "Algorithm") -> None:
-        """Raise as `check` does, for the predictor of one of a method's copies."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
             holds = (
@@ -556,187 +543,66 @@ def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(_Untuned):
     """Predict with all copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its
-    mean or by a posterior of its own.
+    mean.
 
     Probabilities are averaged, not logits; for targets, the result has the moments of the mixture;
     of intervals by quantiles the ends are averaged. Copies of weight 0 take no part.
 
-    `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of
-    FedEM's components, under one precision, which is chosen for the predictions of the mixture.
-    That of copy m is fitted to the client's training data, where example i counts by its
-    responsibility q_im = pi_m p(y_i | x_i, w_m) / sum_k pi_k p(y_i | x_i, w_k), as in EM's M step,
-    so its precision is sum_i q_im J_i' Lambda_i J_i plus the prior's, and a copy that explains no
-    example keeps the prior. The responsibilities are constants: the curvature of the mixture's
-    likelihood itself has further terms, since they move with the weights.
-
-    With `each`, `epistemic` is the entropy of the mixture's probabilities less `aleatoric`, the
-    mean over copies, by pi, of their own, and at least 0; by draws it is the mutual information of
-    label and (copy, weights). So it holds what the copies disagree on, although more data may never
-    tell which of them makes an example. For targets it is the variance of the outputs over copies
-    and weights, summed over O. It is NaN without `each`, and under link="per_class". Draws of all
-    copies use the same normals.
-
     Args:
         block: Name of the block with copies.
         weights: Name of the mixture weights pi [M] in a client's view.
-        each: Predictor of one copy, `LinearisedLaplace` or `LinearisedBelief`; None for its mean.
 
     Example:
         >>> bf.algorithms.fedem(bf.models.mlp(64, hidden=8, outputs=10)).predictor
-        Mixture(block='components', weights='pi', each=None)
+        Mixture(block='components', weights='pi')
     """
 
     block: str
     weights: str
-    each: LinearisedLaplace | LinearisedBelief | None = None
 
     @property
-    def tunes(self) -> str:
-        """Return the name of the number that `each` tunes, see `Predictor`."""
-        return "" if self.each is None else self.each.tunes
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """Return the candidates of `each`, see `Predictor`."""
-        return () if self.each is None else self.each.grid
-
-    @property
-    def needs_data(self) -> bool:
-        """Return whether `each` needs training data, see `StoredPredictor`."""
-        return self.each is not None and self.each.needs_data
-
-    @property
-    def reads(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the name of the weights, see `StoredPredictor`."""
         return (self.weights,)
 
     def check(self, algorithm: "Algorithm") -> None:
-        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
-        does not fit the algorithm.
-        """
+        """Raise ValueError if the predictor does not fit the algorithm."""
         if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
             raise ValueError(
                 f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and "
                 "have copies"
             )
-        if self.each is not None:
-            self.each.check_one(algorithm)
 
     def __call__(
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
-        views = self._views(algorithm, view)
+        pi = view[self.weights]
+        copies = pi.nonzero().flatten().tolist()
+        views = [algorithm.of_copy(algorithm.parts, view, m) for m in copies]
 
-        def fit() -> dict[int, FittedPredictor]:
-            assert self.each is not None
-            shares = (
-                self._responsibilities(algorithm, view, data, list(views))
-                if self.each.needs_data
-                else {}
-            )
-            return {
-                m: self.each(algorithm, given, one, data | shares.get(m, {}))
-                for m, one in views.items()
-            }
+        def predict(x: Inputs, **_: Any) -> Tensors:
+            found = [_at_mean(algorithm, one, x) for one in views]
+            stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
+            return _mixed(stacked, pi[copies])
 
-        return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
+        return predict
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors of `each` for every copy, named by its number, see
-        `StoredPredictor`.
-        """
-        if self.each is None:
-            return {}
-        return {
-            f"{m}_{k}": t
-            for m, one in fitted.each.items()
-            for k, t in self.each.stored(one, value, limit=limit).items()
-        }
+        """Return nothing, because the view has all weights, see `StoredPredictor`."""
+        return {}
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
-        views = self._views(algorithm, view)
-        if self.each is None:
-            return _Mixed(algorithm, view[self.weights], views, None)
-        own = {
-            m: {k.removeprefix(f"{m}_"): t for k, t in tensors.items() if k.startswith(f"{m}_")}
-            for m in views
-        }
-        each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
-        return _Mixed(algorithm, view[self.weights], views, lambda: each)
+        """Return one client's predictor, see `StoredPredictor`."""
+        return self(algorithm, {}, view, {})
 
     def mixed(self, found: Tensors, view: View) -> Tensors:
         """Return the predictions of clients [C, N, ...] by those of their copies at the means,
         [C, M, N, ...].
         """
         return _mixed({name: t.movedim(1, -1) for name, t in found.items()}, view[self.weights])
-
-    def _views(self, algorithm: "Algorithm", view: View) -> dict[int, View]:
-        """Return, for each copy of weight > 0, the view of a client that has it alone, with its
-        share of the client's n examples.
-        """
-        pi = view[self.weights]
-        return {
-            m: algorithm.of_copy(algorithm.parts, view, m) | {"n": view["n"] * pi[m]}
-            for m in pi.nonzero().flatten().tolist()
-        }
-
-    def _responsibilities(
-        self, algorithm: Any, view: View, data: Batch, copies: list[int]
-    ) -> dict[int, Tensors]:
-        """Return how much each example counts for each of these copies, [N], as the `weight` of a
-        batch.
-        """
-        every = pieces({"x": data["x"], "y": data["y"]}, PIECE)
-        losses = torch.cat(
-            [algorithm.losses_of_copies(algorithm.parts, view, some)[copies] for some in every], -1
-        )
-        q, _ = responsibilities(view[self.weights][copies], losses)
-        return {m: {"weight": one} for m, one in zip(copies, q.unbind(-1), strict=True)}
-
-
-class _Mixed:
-    """One client's predictor by several copies together, see `FittedPredictor`.
-
-    Args:
-        algorithm: The method.
-        pi: Mixture weights [M].
-        views: A view for each copy that takes part.
-        fit: Function that makes the predictor of each of these; None for their means.
-    """
-
-    def __init__(
-        self,
-        algorithm: "Algorithm",
-        pi: Tensor,
-        views: dict[int, View],
-        fit: Callable[[], dict[int, FittedPredictor]] | None,
-    ) -> None:
-        self._algorithm, self._views, self._fit = algorithm, views, fit
-        self._pi = pi[list(views)]
-
-    @cached_property
-    def each(self) -> dict[int, FittedPredictor]:
-        """Return the copies' predictors, by number."""
-        return {} if self._fit is None else self._fit()
-
-    def __call__(
-        self,
-        x: Inputs,
-        *,
-        value: float | tuple[float, ...] | None = None,
-        noise: Tensor | None = None,
-        plain: bool = False,
-    ) -> Tensors:
-        if plain or self._fit is None:
-            found = [_at_mean(self._algorithm, view, x) for view in self._views.values()]
-        else:
-            found = [one(x, value=value, noise=noise) for one in self.each.values()]
-        stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
-        return _mixed(stacked, self._pi)
 
 
 def _mixed(stacked: Tensors, pi: Tensor) -> Tensors:
@@ -749,15 +615,10 @@ def _mixed(stacked: Tensors, pi: Tensor) -> Tensors:
         return torch.where(shares > 0, t * shares, 0.0).sum(-1)
 
     mean = {name: weighed(t) for name, t in stacked.items()}
-    if "aleatoric" in mean:
-        entropy = torch.special.entr(mean["probs"]).sum(-1)
-        return mean | {"epistemic": (entropy - mean["aleatoric"]).clamp_min(0)}
-    if "probs" in mean:
-        return mean
-    spread = weighed((stacked["mean"] - mean["mean"].unsqueeze(-1)).square())
     if "variance" in mean:
-        mean["variance"] = mean["variance"] + spread
-    return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
+        apart = stacked["mean"] - mean["mean"].unsqueeze(-1)
+        mean["variance"] = mean["variance"] + weighed(apart.square())
+    return mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -807,8 +668,7 @@ class _Linearised:
         )
         # Kappa is defined for logits, not for the variance of targets.
         classes = likelihood.task == "classification"
-        # A copy that made no example has the prior under any precision.
-        fixed = rule.precision not in (None, "evidence") and float(self.view["n"]) >= 1
+        fixed = rule.precision not in (None, "evidence")
         if (
             fixed
             and classes
@@ -960,7 +820,7 @@ def _refuse_copies(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Alg
     if (copies := algorithm.copies(algorithm.parts)) is not None:
         several = next(part for part in algorithm.parts if algorithm.blocks[part].copies)
         raise ValueError(
-            f"a linearised network is one model, and block {several!r} has {copies} copies; "
-            f"take Mixture({several!r}, 'pi', each={type(rule).__name__}()), with the "
-            "name of the mixture's weights for 'pi'"
+            f"{type(rule).__name__} linearises one network, and block {several!r} has {copies} "
+            f"copies; take Mixture({several!r}, 'pi'), with the name of the mixture's weights for "
+            "'pi'"
         )

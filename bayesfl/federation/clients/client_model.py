@@ -389,10 +389,8 @@ class ClientModel:
             self.algorithm.blocks[part].stochastic for part in self.algorithm.parts
         )
         rule = self._rule
-        if not self.plug_in and (
-            (rule is None and drawn)
-            or not (rule is None or (isinstance(rule, Mixture) and rule.each is None))
-        ):
+        averages = drawn if rule is None else not isinstance(rule, Mixture)
+        if not self.plug_in and averages:
             raise ValueError(
                 f"{self.name!r} averages over a posterior, which ONNX export does not support; "
                 "pass plug_in=True to export at the means, or calibrate a method that predicts at "
@@ -469,12 +467,8 @@ class ClientModel:
         """Return the client's prediction rule: None at the means, unless it combines several
         models, which have no single mean.
         """
-        rule = self.algorithm.predictor
-        if self.plug_in and isinstance(rule, Mixture):
-            return replace(rule, each=None)
-        return (
-            None if self.plug_in and self.algorithm.copies(self.algorithm.parts) is None else rule
-        )
+        single = self.algorithm.copies(self.algorithm.parts) is None
+        return None if self.plug_in and single else self.algorithm.predictor
 
     @cached_property
     def _fitted(self) -> FittedPredictor | None:
@@ -500,7 +494,7 @@ class ClientModel:
             MemoryError: A tensor needs more than `LARGEST_TENSOR` bytes.
         """
         rule = self._rule
-        if rule is None or rule is not self.algorithm.predictor:
+        if rule is None:
             return {}  # the means suffice
         if self.predictor is None:
             return self.stored

@@ -106,9 +106,8 @@ def of_chunk(
     """
     algorithm = local.algorithm
     rule = algorithm.predictor
-    means = isinstance(rule, Mixture) and (rule.each is None or draws == 0)
-    if rule is None or means:
-        number = 0 if means else algorithm.draws if draws is None else draws
+    if rule is None or isinstance(rule, Mixture):
+        number = 0 if rule is not None else algorithm.draws if draws is None else draws
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
