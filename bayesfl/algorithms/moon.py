@@ -18,6 +18,7 @@ Source: Li, He, Song, "Model-contrastive federated learning", CVPR 2021, equatio
 the defaults are those of the same authors' code for CIFAR-10, github.com/QinbinLi/MOON.
 """
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -72,9 +73,10 @@ def moon(
     )
 
 
-def contrast(mu: float, temperature: float) -> Penalty:
-    """Return the penalty mu times the batch mean of -log(e^a / (e^a + e^b)), with a and b the
-    cosines of features with those received and those before, over the temperature.
+def contrast(mu: float, temperature: float = 1.0, factor: float = 1.0) -> Penalty:
+    """Return the penalty mu times the batch mean of -log(e^a / (e^a + e^b)). Here a and b - log
+    factor are the cosines of features with those `received` and with those of the `previous` model;
+    a and b are divided by the temperature.
     """
 
     def penalty(
@@ -89,7 +91,7 @@ def contrast(mu: float, temperature: float) -> Penalty:
             F.cosine_similarity(features, batch["at"][name].features, dim=-1)
             for name in ("received", "previous")
         )
-        apart = F.softplus((far - near) / temperature)
+        apart = F.softplus((math.log(factor) + far - near) / temperature)
         return mu * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     return penalty

@@ -31,24 +31,21 @@ legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where 
 the text above says what is done.
 """
 
-import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import irm
-from bayesfl.algorithms.moon import received
-from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.algorithms.moon import contrast, received
+from bayesfl.base.protocols import Server, View
 from bayesfl.composition import (
     Algorithm,
     Annealed,
     Block,
     Descend,
     Energy,
-    Penalty,
     Repeat,
     anew_at,
     irm_energy,
@@ -142,8 +139,8 @@ def perinvfl(
         "theta",
         ("theta",),
         likelihood="mean",
-        penalty=contrast(lam),
-        at={"near": received, "far": own},
+        penalty=contrast(lam, factor=APART),
+        at={"received": received, "previous": own},
     )
     fit = Descend(contrasted, epochs=personal_steps, **personal)
     alone = Descend(
@@ -157,31 +154,6 @@ def perinvfl(
     )
     below = replace(below, blocks={**below.blocks, "alone": Block(pool=None, keep=True)})
     return with_personal(below, phase, prior=tied(Annealed(0.0), l2=l2), adapt=(adapt,))
-
-
-def contrast(lam: float) -> Penalty:
-    """Return the penalty lam times the batch mean of -log(e^c / (e^c + 0.2 e^d)).
-
-    Here c and d are the cosines of an example's features with those of w and with those of the
-    client's own model.
-    """
-
-    def penalty(
-        features: Any,
-        outputs: Tensor,
-        losses: Tensor,
-        batch: Batch,
-        given: Server,
-        view: View,
-    ) -> Tensor:
-        near, far = (
-            F.cosine_similarity(features, batch["at"][name].features, dim=-1)
-            for name in ("near", "far")
-        )
-        apart = F.softplus(math.log(APART) + far - near)
-        return lam * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
-
-    return penalty
 
 
 def own(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:

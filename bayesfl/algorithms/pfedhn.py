@@ -77,8 +77,10 @@ def pfedhn(
         hyper = {"v": torch.from_numpy(rng.standard_normal((clients, embedding)))}
         for k, (size, width) in enumerate(pairwise([*sizes, len(blocks["w"]["loc"])])):
             bound = 1 / math.sqrt(size)
-            for name, shape in (("weight", (width, size)), ("bias", (width,))):
-                hyper[f"{name}{k}"] = torch.from_numpy(rng.uniform(-bound, bound, shape))
+            hyper |= {
+                f"{name}{k}": torch.from_numpy(rng.uniform(-bound, bound, shape))
+                for name, shape in (("weight", (width, size)), ("bias", (width,)))
+            }
         state = server_optimiser.init(hyper)
         return {"hyper": hyper} | ({} if state is None else {"state": state})
 

@@ -63,7 +63,11 @@ def pfedvem(
     head_epochs: options.FullBatchSteps = 20,
     body_epochs: options.BodyEpochs = 5,
     batch_size: options.BatchSize = 50,
-    head_optimiser: options.HeadSGD = SGD(1e-3, momentum=0.9),
+    head_optimiser: Annotated[
+        SGD,
+        options.check_sgd,
+        "Optimiser of the head's means and scales; its velocity starts anew each round.",
+    ] = SGD(1e-3, momentum=0.9),
     body_optimiser: options.BodyOptimiser = SGD(1e-2, momentum=0.9),
     draws: options.Draws = 5,
     init_scale: Scale = 1.0,

@@ -161,7 +161,12 @@ class Algorithm:
             "build one, as Categorical(), or one with task, width, nll, nll_and_slope, predictive",
         )
         refuse_impure(self.model)
-        _check_composed(self)
+        _check_tied(self.model, self.blocks)
+        for what in ("blocks", "private", "reports"):
+            entries = getattr(self, what)
+            flatten(entries)  # raises for a name with a dot
+            blocks = () if what == "blocks" else self.blocks
+            _refuse_taken(what, entries, (*blocks, *RESERVED))
         object.__setattr__(self, "model", copied(self.model))
         object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
         object.__setattr__(
@@ -537,7 +542,7 @@ class Algorithm:
         """
         mixed = self._mixed
         blocks = {
-            name: mixed[name].newcomers(server[name]) if name in mixed else server[name]
+            name: mixed[name].start(server[name], 0) if name in mixed else server[name]
             for name in self.blocks
         }
         like = next(iter(blocks.values()))["loc"]
@@ -738,21 +743,6 @@ def _placed(value: Any, like: Tensor) -> Tensor:
     """
     t = torch.as_tensor(value)
     return t.to(like) if t.is_floating_point() else t.to(like.device)
-
-
-def _check_composed(algorithm: Algorithm) -> None:
-    """Check that the names an algorithm uses are free.
-
-    Raises:
-        ValueError: A block covers a tied parameter by some of its names only, or a name is
-            reserved, has a dot, or stands twice.
-    """
-    _check_tied(algorithm.model, algorithm.blocks)
-    flatten(algorithm.blocks)
-    _refuse_taken("blocks", algorithm.blocks, RESERVED)
-    for name in ("private", "reports"):
-        flatten(getattr(algorithm, name))
-        _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:

@@ -47,18 +47,15 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
             if any(covers(block.pattern, one) for one in names)
         ]
         if not owners:
-            for block in plain.values():
-                # Raises where a pattern fits nothing, as of a body that the model has not.
-                Layout(model, block.pattern)
             raise ValueError(
                 f"no block covers the norm {norm!r}, whose statistics would be the start's; widen "
                 "a block's pattern, or put it in eval mode"
             )
-        for name in owners:
-            if all(covers(plain[name].pattern, one) for one in own):
-                continue
+        if torn := [
+            name for name in owners if not all(covers(plain[name].pattern, one) for one in own)
+        ]:
             raise ValueError(
-                f"block {name!r} covers some of {own}, the parameters of the norm {norm!r}, and "
+                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and "
                 "not all, so that its statistics would have several owners; let one block's "
                 "pattern cover them all"
             )

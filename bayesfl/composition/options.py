@@ -148,9 +148,6 @@ KeptOptimiser: TypeAlias = Annotated[
 HeadOptimiser: TypeAlias = Annotated[
     AnyOptimiser, check_optimiser, "Optimiser of the head; its state starts anew each round."
 ]
-HeadSGD: TypeAlias = Annotated[
-    SGD, check_sgd, "Optimiser of the head's means and scales; its velocity starts anew each round."
-]
 PlainSGD: TypeAlias = Annotated[
     SGD, check_plain_sgd, "Optimiser of the clients' steps, without momentum."
 ]

@@ -404,7 +404,9 @@ class Mixed:
     holds: ClassVar = {"each": 0, "weights": 2, "cohort": 1}
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
-        """Return the server's entry before the first round, with the same model for each client."""
+        """Return the server's entry before the first round, with the same model for each client; of
+        clients never seen in training none has a model of its own, and `clients` is 0.
+        """
         loc = entry["loc"]
         return {
             **entry,
@@ -412,12 +414,6 @@ class Mixed:
             "weights": loc.new_zeros(0, 0),
             "cohort": torch.zeros(0, dtype=torch.long, device=loc.device),
         }
-
-    def newcomers(self, entry: Tensors) -> Tensors:
-        """Return the entry for clients never seen in training, which have no models of
-        their own.
-        """
-        return self.start(entry, 0)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""

@@ -396,8 +396,9 @@ class PooledLaplace(_Untuned):
             algorithm: The method.
             given: What every client receives, or the server's state.
         """
+        own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
         return PooledCurvature(
-            algorithm.network(self._view(algorithm, given)),
+            algorithm.network(own | {"n": next(iter(own.values()))["loc"].new_ones(())}),
             self.structure,
             self.precision,
             self._layout(algorithm),
@@ -430,10 +431,6 @@ class PooledLaplace(_Untuned):
             return self.question(algorithm, view).posterior(tensors).inverse
 
         return _Linearised(self, algorithm, view, lambda _: [inverse()], tensors)
-
-    def _view(self, algorithm: "Algorithm", given: Server) -> View:
-        own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
-        return own | {"n": next(iter(own.values()))["loc"].new_ones(())}
 
     def _layout(self, algorithm: "Algorithm") -> Layout:
         last = self.structure == "last_layer"

@@ -35,30 +35,6 @@ def ring(clients: Count) -> Tensor:
 
 
 @declared
-def grid(rows: Count, columns: Count) -> Tensor:
-    """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r,
-    c) has up to four neighbours.
-
-    Example:
-        >>> bf.topology.grid(2, 3).sum(1).tolist()  # numbers of neighbours
-        [2, 3, 2, 2, 3, 2]
-    """
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
-    return torch.cdist(places, places, p=1).round() == 1
-
-
-@declared
-def complete(clients: Count) -> Tensor:
-    """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours.
-
-    Example:
-        >>> bf.topology.complete(3).int().tolist()
-        [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
-    """
-    return torch.ones(clients, clients, dtype=torch.bool).fill_diagonal_(False)
-
-
-@declared
 def erdos_renyi(
     clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, seed: Natural = 0
 ) -> Tensor:
@@ -151,11 +127,10 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
             entries; its graph is not connected; or repeated mixing oscillates for ever.
     """
     weights = torch.as_tensor(weights, dtype=torch.float64)
-    wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
+    wanted = len(weights) if clients is None else clients
     if weights.shape != (wanted, wanted):
-        size = "J" if clients is None else clients
         raise ValueError(
-            f"the mixing matrix must be [{size}, {size}], one row for each client, got "
+            f"the mixing matrix must be [{wanted}, {wanted}], one row for each client, got "
             f"{list(weights.shape)}; topology.metropolis(edges) makes one, as of "
             "topology.ring(clients)"
         )

@@ -142,20 +142,6 @@ def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
     return unknown or numbers > MOST or (wide and numbers > NUMBERS)
 
 
-def refuse(module: nn.Module, x: Inputs) -> None:
-    """Raise ValueError with the reason if a module cannot be run."""
-    for part, some in _parts(module, x):
-        if isinstance(reason := _plan(part, some, count(x)), str):
-            raise _refusal(module, reason)
-
-
-def _refusal(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
-        "kernel='auto', which selects a kernel that can run the model"
-    )
-
-
 def _once(
     what: Hashable,
     module: nn.Module,
@@ -320,7 +306,10 @@ def kernel(module: nn.Module) -> Passage:
     ) -> Pass:
         plan = _plan(module, x, first(x).shape[1 + lifted], 2 + lifted)
         if isinstance(plan, str):
-            raise _refusal(module, plan)
+            raise ValueError(
+                f"the layers kernel cannot run {type(module).__name__}, which {plan}; use "
+                "kernel='auto', which selects a kernel that can run the model"
+            )
         return _run(plan, module, leaves, slopes, x, lifted, through, rows)
 
     return passage

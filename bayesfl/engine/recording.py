@@ -323,16 +323,17 @@ def _pooled_first(steps: list[Operation], out: int) -> tuple[Operation, ...]:
         if pool.function is not nn.functional.max_pool2d or before is None:
             continue
         relu = steps[before]
-        if relu.function not in _RELUS or readers.count(relu.out) > 1 or pool.piece is not None:
+        if (
+            relu.function not in (nn.functional.relu, torch.relu, Tensor.relu)
+            or readers.count(relu.out) > 1
+            or pool.piece is not None
+        ):
             continue
         steps[before] = pool._replace(
             args=(relu.args[0], *pool.args[1:]), places=relu.places, out=relu.out
         )
         steps[i] = relu._replace(args=(Given(relu.out),), places=(relu.out,), out=pool.out)
     return tuple(steps)
-
-
-_RELUS = (nn.functional.relu, torch.relu, Tensor.relu)
 
 
 def bound(function: Callable[..., Any], step: Operation) -> tuple[Any, ...]:

@@ -146,7 +146,7 @@ class Deployed(Run):
         `bayesfl.flower.load` or `serve(start=)`.
 
         Raises:
-            ValueError: `path` is a file, or lies under one.
+            OSError: `path` is a file, or lies under one.
         """
         files.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 

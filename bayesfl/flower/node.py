@@ -380,7 +380,7 @@ class Node:
         folder = self.states(order.experiment).folder
         try:
             made.save(folder)
-        except ValueError as error:
+        except (MemoryError, ValueError) as error:
             log.warning("only the means of this client's model are stored: %s", error)
             if steps:
                 log.warning(

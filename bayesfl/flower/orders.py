@@ -94,8 +94,10 @@ class Order:
         asked: dict[str, Any] = {
             key: records.setting(content, key, kind) for key, kind in _SETTINGS.items()
         }
-        for key in ("sessions", "named"):
-            asked[key] = list(map(str, records.setting(content, key, list)))
+        asked |= {
+            key: list(map(str, records.setting(content, key, list)))
+            for key in ("sessions", "named")
+        }
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)

@@ -179,8 +179,6 @@ def serve(
         evaluate_every,
     )
     admission.check(settings.largest(clients))
-    if settings.seed >= 2**63:
-        raise ValueError(f"seed must be below 2**63 to fit into a message, got {seed}")
     steps = surveying.checked_steps(calibration)
     files.described_steps(steps)
     with files.claimed(checkpoint):
@@ -270,9 +268,6 @@ class _OverFlower(Clients[Deployed]):
             )
         state = replace(state, names=names)
         self.rules = Rules(
-            algorithm,
-            settings,
-            clients,
             algorithm.uplink(state.server),
             self.admission,
             AggregationRun(algorithm, settings, clients, self.admission.min_clients),
@@ -344,25 +339,10 @@ class _OverFlower(Clients[Deployed]):
                 )
 
     def _outputs(self) -> Outputs:
-        """Return the description of the targets that the clients report.
-
-        Raises:
-            ValueError: The clients' descriptions differ.
+        """Return the description of the targets that the clients report; each has checked that the
+        method fits its own.
         """
-        roster = self.network.roster
-        kinds = {
-            roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)
-        }
-        if len(kinds) > 1:
-            differing = "; ".join(
-                f"{roster.called(client)} predicts {task} with {count} outputs"
-                for (task, count), client in kinds.items()
-            )
-            raise ValueError(
-                "the clients do not predict the same targets, so their answers cannot be added: "
-                f"{differing}"
-            )
-        ((task, count),) = kinds
+        task, count = next(iter(self.network.roster.predicted.values()))
         return Outputs(cast(Task, task), count)
 
     def _conduct(self, run: Deployed, survey: Survey[Any], name: str) -> Tensors:
@@ -408,13 +388,13 @@ class _OverFlower(Clients[Deployed]):
             found: dict[int, Tensors] = {}
             replies = network.ask("query.survey", messages, group=f"survey-{name}")
             for client, answer, _ in answers(replies, shapes):
+                who = roster.called(client)
                 if not isinstance(answer, ValueError):
                     found[client] = answer
-                    continue
-                who = roster.called(client)
-                if not admission.skips:
+                elif not admission.skips:
                     raise BadClients(f"{who} has no part in a survey: {answer}") from answer
-                log.warning("%s has no part in %s: %s", who, what, answer)
+                else:
+                    log.warning("%s has no part in %s: %s", who, what, answer)
             if cohort is None and len(found) < admission.min_clients:
                 raise FailedSurvey(
                     f"{len(found)} clients answered and {admission.min_clients} are needed "

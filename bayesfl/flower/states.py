@@ -131,10 +131,12 @@ class States:
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
             name = file.name.removeprefix("state-").removesuffix(".safetensors")
-            if not STATE_NAME.fullmatch(name) or name in named:
-                continue
             number, _, session = name.partition("-")
-            if session in ended or (session == present and int(number) <= round):
+            if (
+                STATE_NAME.fullmatch(name)
+                and name not in named
+                and (session in ended or (session == present and int(number) <= round))
+            ):
                 file.unlink(missing_ok=True)
 
     def kept(self, name: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -39,10 +39,6 @@ class LocalRows:
         """
         return map(self.split.client, range(self.split.clients))
 
-    def only(self, place: int) -> "LocalRows":
-        """Return the rows of one client, by its place in `ids`."""
-        return LocalRows(self.split.select([place]), self.ids[place : place + 1])
-
 
 @declared
 def survey(
@@ -98,7 +94,8 @@ def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None
     def openly(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         ranks, order = current(), np.argsort(local.ids, kind="stable")
         own = order[ranks.dealt(local.split.counts[order].tolist())].tolist()
-        made = (answers(question, state, local.only(place), shapes) for place in own)
+        each = (LocalRows(local.split.select([j]), local.ids[j : j + 1]) for j in own)
+        made = (answers(question, state, one, shapes) for one in each)
         kept: list[Tensors] = []
         if ranks.size > 1:  # all compute in parallel before the sum passes through the ranks
             ranks.every(lambda: kept.extend(made))

@@ -30,8 +30,6 @@ from bayesfl.evaluation.predictions import present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.store.identity import reading
 
-_ANEW = "start from result.uncalibrated().calibrate(...), and pass each step once, in order of use"
-
 
 @runtime_checkable
 class Adder(Protocol):
@@ -39,7 +37,6 @@ class Adder(Protocol):
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
         """Return the sum of the clients' summands, in float64, without reading single ones."""
-        ...
 
 
 def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
@@ -85,8 +82,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
 
     Raises:
         TypeError: Something is not a step.
-        ValueError: A step changes probabilities after sets were made from them, or two steps are of
-            the same kind.
+        ValueError: A step changes probabilities after sets were made from them.
 
     Warns:
         UserWarning: A step is fitted to training or test rows, or sets are made from scores on a
@@ -100,10 +96,9 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         if made and not ends(step):
             raise ValueError(
                 f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read "
-                f"the probabilities that it changes: {_ANEW}"
+                "the probabilities that it changes: start from "
+                "result.uncalibrated().calibrate(...), and pass the steps in order of use"
             )
-        if type(step) in map(type, earlier):
-            raise ValueError(f"there is a {type(step).__name__} already: {_ANEW}")
         if step.split in ("train", "test"):
             warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "

@@ -286,8 +286,8 @@ class ClientPrivacy(Aggregation):
                 f"the history of the resumed run counts {last.get('releases', 'no')} releases "
                 f"after {result.round} rounds, so its epsilon is unknown; start a new run"
             )
-        releases = repeats + int(counted)
-        run = _PrivateRun(algorithm, result.settings, clients, 0, self, releases)
+        of: Any = algorithm, result.settings, clients, 0, _PrivateRound
+        run = _PrivateRun(*of, rule=self, releases=repeats + int(counted))
         run.spent(run.releases + 1)  # the first round's; fails now if dp-accounting is missing
         return run
 
@@ -343,8 +343,8 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
 class _PrivateRun(AggregationRun):
     """Run with `ClientPrivacy`."""
 
-    rule: ClientPrivacy
-    releases: int
+    rule: ClientPrivacy = field(kw_only=True)
+    releases: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
         # The secret of rank 0, so that all ranks draw the same cohort.
@@ -355,9 +355,6 @@ class _PrivateRun(AggregationRun):
     def cohort(self, round: int) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
         return np.flatnonzero(drawn < self.settings.participation)
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        return _PrivateRound(self, server, round)
 
     def spent(self, releases: int) -> dict[str, float]:
         """Return the history's columns after a number of releases, cached."""
@@ -373,13 +370,14 @@ class _PrivateRun(AggregationRun):
 class _PrivateRound(RoundSum):
     run: _PrivateRun
 
-    def __init__(self, run: _PrivateRun, server: Server, round: int) -> None:
-        super().__init__(run, server, round)
-        blocks = {
-            name: {key: server[name][key] for key in pool.sends}
-            for name, pool in self._pools.items()
-        }
-        self._flat: dict[str, Tensor] = flatten(blocks)
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._flat: dict[str, Tensor] = flatten(
+            {
+                name: {key: self.start[name][key] for key in pool.sends}
+                for name, pool in self._pools.items()
+            }
+        )
         self.total = torch.cat(
             [
                 torch.zeros(t.numel(), dtype=torch.float64, device=t.device)

@@ -338,15 +338,10 @@ def matched(
             "runs, or pass here the names that the clients had there",
         )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
-    if new and fresh and lost:
+    if fresh and lost:
         warn(
             f"clients {fresh[:5]} are new and {lost[:5]} of the earlier run are missing; use the "
             "old names of clients that were only renamed",
-        )
-    if not new:
-        warn(
-            "no client has the name of one in the run that this one starts from; all start as new "
-            "clients"
         )
     if algorithm.tally and len(new) < len(before):
         warn(
