@@ -1,18 +1,18 @@
-"""MOON: FedAvg whose clients' features are drawn to those of the model received, and away from
-those of the client's own last model.
+"""MOON: FedAvg with a loss that pulls a client's features towards those of the received model and
+away from those of its own last model.
 
-With z the features of the model w in training, z_glob those of the model received in the round and
-z_prev those of the client's model at the end of its last round, both constants, client i minimises
+With z the features of the trained model w, z_glob those of the model received in the round and
+z_prev those of the client's model at the end of its last round, both constant, client i minimises
 
     F_i(w) + mu mean_x -log( e^(cos(z, z_glob) / tau)
                              / (e^(cos(z, z_glob) / tau) + e^(cos(z, z_prev) / tau)) ).
 
-In its first round a client has no last model; the one at the start takes its place. Where that is
-the model received, both cosines are the same and the term has no gradient, as if it were left out.
+In its first round a client has no last model, and the initial model replaces it. If that is the
+received model, both cosines are equal and the term has no gradient, as without it.
 
-Features are the inputs of the head. The paper's network has a projection before its classifier:
-here it is the end of the body, two layers of width 256 with a ReLU between them. Other models run
-in evaluation mode.
+Features are the inputs of the head. The paper's network has a projection before its classifier, two
+layers of width 256 with a ReLU between them: here it is the end of the body. Other models run in
+evaluation mode.
 
 Source: Li, He, Song, "Model-contrastive federated learning", CVPR 2021, equation 3 and algorithm 1;
 the defaults are those of the same authors' code for CIFAR-10, github.com/QinbinLi/MOON.
@@ -98,7 +98,7 @@ def contrast(mu: float, temperature: float = 1.0, factor: float = 1.0) -> Penalt
 
 
 def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
-    """Return the weights of the model received."""
+    """Return the weights of the received model."""
     return algorithm.leaves(("w",), given)
 
 
@@ -113,5 +113,5 @@ def remember(algorithm: Algorithm, given: Server, view: View, data: Batch) -> Vi
 
 
 def start(given: Server) -> dict[str, Any]:
-    """Return the blocks at the start of the run, which stand for a client's last model."""
+    """Return the initial blocks, which replace a client's last model in its first round."""
     return {name: belief for name, belief in given.items() if isinstance(belief, dict)}

@@ -6,8 +6,8 @@ Accelerated projected gradient finds the support approximately. On a support F t
 equality-constrained minimum is linear algebra; block pivoting exchanges all weights in F that are
 negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative matrix
 factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011,
-section 4). It usually ends after a few exchanges. Where the number of wrong weights does not fall,
-only the last of them changes sides, which ends, too (Murty's rule).
+section 4). It usually ends after a few exchanges. If the number of wrong weights does not fall,
+only the last of them changes sides, which also ends (Murty's rule).
 """
 
 import torch
@@ -67,8 +67,8 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
     """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to
     1, and its level nu [C, 1].
 
-    Programs whose supports have one size are solved together, as many at once as fit a block of
-    memory.
+    Programs with supports of the same size are solved together, as many at once as fit into a block
+    of memory.
     """
     out, level = torch.zeros_like(linear), linear.new_zeros(len(linear), 1)
     sizes = support.sum(-1)
@@ -86,7 +86,7 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
 
 
 def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> Tensor:
-    """Return the minimisers [C, K] by block pivoting; programs that are solved drop out."""
+    """Return the minimisers [C, K] by block pivoting; solved programs are removed."""
     done, todo = torch.zeros_like(linear), torch.arange(len(linear), device=linear.device)
     fewest = torch.full_like(todo, linear.shape[1] + 1)
     for _ in range(EXCHANGES * linear.shape[1] + EXCHANGES):

@@ -95,7 +95,7 @@ def supported(module: nn.Module, x: Inputs) -> bool:
     """Return whether a module can be run; the answer is cached, so the module must not change.
 
     Args:
-        module: The module, in the mode in which it will run.
+        module: The module, in the mode of its runs.
         x: Inputs [N, ...] of a client, at least one example; in training as many as its largest
             batch has, because a forward pass may depend on their number.
     """
@@ -211,7 +211,7 @@ def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> 
 
 
 def _wide(module: nn.Module) -> nn.Module:
-    """Return a copy in double precision, in which rounding hides no difference."""
+    """Return a copy in double precision, so that rounding hides no difference."""
     return duplicate(module).to(device="cpu", dtype=torch.float64)
 
 
@@ -251,8 +251,8 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
 
 
 def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
-    """Return whether a plan computes the same as the module, for two clients with different
-    weights, one of which has fewer rows.
+    """Return whether a plan computes the same as the module, for two clients with different weights
+    and numbers of rows.
 
     The weights are changed, so that no slope is 0, as it is before a head of zeros.
     """

@@ -29,12 +29,12 @@ class Call(NamedTuple):
 
     Args:
         wanted: For each tensor among the arguments, whether a slope at it is needed.
-        into: For each, the buffer into which its slope may be written; None for no buffer.
+        into: For each, the buffer for its slope; None for no buffer.
         lifted: For each, whether it has an axis of draws after that of the clients.
         rows: The clients' rows, and the addresses of their draws.
         draw: Number of earlier random draws in the forward pass; None for a function without
             draws.
-        draws: Number of draws of weights for which the forward pass is run.
+        draws: Number of draws of weights in the forward pass.
     """
 
     wanted: tuple[bool, ...]

@@ -221,7 +221,9 @@ class _OverFlower(Clients[Deployed]):
         dtype: torch.dtype,
         begins: Deployed | str | os.PathLike[str] | None,
     ) -> Deployed:
-        """Return the state from which the run starts or continues, after clients have answered."""
+        """Return the state at the start of the run, or of its continuation, after clients have
+        answered.
+        """
         state, session = None, secrets.token_hex(4)
         before = opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and files.checkpoints(self.folder):
@@ -299,8 +301,8 @@ class _OverFlower(Clients[Deployed]):
         ]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
-        """Let new clients adapt to the server's state, from which they then start; if a client
-        fails to adapt, it starts from the method's own start.
+        """Let new clients adapt to the server's state; a client that fails to adapt starts from the
+        method's own start.
         """
         base = list(state.base)
         messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
@@ -349,7 +351,7 @@ class _OverFlower(Clients[Deployed]):
         """Conduct a survey among the clients that have rows in its split, and return its last
         state.
 
-        The first question includes the model, with which a client predicts once; the clients that
+        The first question includes the model, and a client predicts once with it; the clients that
         answer are the survey's cohort. Further questions are sent only to them, and without the
         model, except in surveys of the method's predictor that read more than the last layer. If a
         client of the cohort is lost, the survey starts again.

@@ -72,7 +72,7 @@ METHODS |= {
 
 
 @pytest.mark.filterwarnings(
-    "ignore:most of the selected weights", "ignore:.*leaves the predictions to the prior"
+    "ignore:most of the selected weights", "ignore:.*lets the prior determine the predictions"
 )
 @pytest.mark.parametrize(
     "name",

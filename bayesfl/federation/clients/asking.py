@@ -23,7 +23,7 @@ from bayesfl.federation.settings import Federation
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Hold the rows from which clients answer a survey.
+    """Hold the rows for clients' answers to a survey.
 
     Args:
         split: The rows of J clients; a node has J = 1.
@@ -81,9 +81,9 @@ def survey(
 def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:
     """Return a function that asks clients on this machine about their rows.
 
-    In the clear, clients are asked one after another, in the order of their ids, so that one
-    process holds only two answers at a time, which may be large. With several ranks, each asks some
-    of the clients.
+    Without an aggregation, clients answer one after another, in the order of their ids, so that a
+    process stores only two answers at a time, which may be large. With several ranks, each surveys
+    some of the clients.
 
     Raises:
         TypeError: The aggregation cannot add answers.

@@ -88,7 +88,7 @@ class ClientModel:
         plug_in: Whether to predict at the posterior means only.
         predictor: The client's predictor, fitted to training data; None if the method has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
-        stored: Tensors from which the method's predictor is restored, if it was read from a file.
+        stored: Tensors that restore the method's predictor, if it was read from a file.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -308,11 +308,11 @@ class ClientModel:
     def model(self) -> nn.Module:
         """Return the network at the posterior means: a separate module, in evaluation mode.
 
-        Its outputs are the likelihood's inputs, such as logits. It contains neither the
-        uncertainty, for which use `predict`, nor the federation's transform. Its inputs must be
-        transformed already: floats in the run's precision, one tensor as `model(x)`, a tuple as
-        `model(*x)`, a mapping as `model(**x)`. If the method trains several networks, it is the one
-        that the client chose, as in IFCA.
+        Its outputs are the likelihood's inputs, such as logits. It contains neither the uncertainty
+        (use `predict`) nor the federation's transform. Its inputs must be transformed already:
+        floats in the run's precision, one tensor as `model(x)`, a tuple as `model(*x)`, a mapping
+        as `model(**x)`. If the method trains several networks, it is the one that the client chose,
+        as in IFCA.
 
         For a calibrated client a warning names the steps of calibration that are left out.
 
@@ -445,7 +445,7 @@ class ClientModel:
 
     @cached_property
     def _stored(self) -> Tensors:
-        """Return the tensors from which the predictor is restored.
+        """Return the tensors that restore the predictor.
 
         Raises:
             AttributeError: The method's predictor is not a `StoredPredictor`.
@@ -490,7 +490,7 @@ def client_model(
         steps: Steps of calibration with its own parameters, [1, ...].
 
     Raises:
-        ValueError: The data have a transform of which only the description is known.
+        ValueError: The data have a transform, and only its description is available.
     """
     rule = algorithm.predictor
     told = {**given, **known}

@@ -46,7 +46,7 @@ compute only once.
 
 @dataclass(frozen=True)
 class Received:
-    """Hold the state from which a chunk of clients starts a round.
+    """Hold the state of a chunk of clients at the start of a round.
 
     Args:
         common: State that the server sent to every client.
@@ -78,7 +78,7 @@ class State:
     heads: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
-        """Return the state from which the clients `ids` start a round."""
+        """Return the state of the clients `ids` at the start of a round."""
         like = next(t for t in tree_leaves(self.server) if isinstance(t, Tensor))
         return Received(
             *algorithm.share(self.server, torch.from_numpy(ids).to(like.device)),
@@ -110,8 +110,8 @@ class Done:
         received: Number of bytes that the chunk received.
         diverged: True for clients whose training is no longer finite, [C] bool; their views are
             reset to the start.
-        heads: Cached statistics from which `Heads` restores clients' predictors, by client number;
-            at most `KEPT` bytes.
+        heads: Cached statistics that restore clients' predictors for `Heads`, by client number; at
+            most `KEPT` bytes.
     """
 
     ids: np.ndarray
@@ -169,7 +169,7 @@ class Local:
         Args:
             stage: Training, fine-tuning or adaptation.
             ids: The clients [C], in descending order of their numbers of examples.
-            received: The state from which they start.
+            received: Their state at the start.
             round: Number of rounds done before; it selects the random draws.
             phases: Number of phases to run, from the first; None for all.
 

@@ -33,8 +33,8 @@ Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 GATHER = 2**21
 
 FEW = 2**12
-"""Maximum number of rows of a chunk, padded to its longest client, for which all its clients are
-predicted together.
+"""Maximum number of rows of a chunk, padded to its longest client; below it, all clients of the
+chunk are predicted together.
 """
 
 TUNING = "tuning"

@@ -85,8 +85,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         ValueError: A step changes probabilities after sets were made from them.
 
     Warns:
-        UserWarning: A step is fitted to training or test rows, or sets are made from scores on a
-            split to which an earlier step is fitted.
+        UserWarning: A step is fitted to training or test rows, or sets are made from scores on the
+            split of an earlier step.
     """
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
@@ -208,7 +208,7 @@ def settled(
 
 
 def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
-    """Return the description of the targets with which surveys start.
+    """Return the description of the targets for the start of surveys.
 
     Raises:
         ValueError: A survey asks clients for sums, after training under `ClientPrivacy`.
@@ -226,9 +226,7 @@ def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
 
 
 def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
-    """Raise ValueError if predictions would use another number of draws than the one for which the
-    steps were fitted.
-    """
+    """Raise ValueError if predictions would use another number of draws than the steps' fit."""
     # 0 also stands for the plain mean of a predictor.
     if steps and not (draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)):
         raise ValueError(

@@ -42,7 +42,7 @@ class Tuning:
     """Choose the candidate of a predictor's grid that best fits the validation data of all clients.
 
     Clients send sums over their examples: of the negative log likelihoods under each candidate, and
-    of their pairwise products, from which candidates are compared example by example. Among the
+    of their pairwise products, for a comparison of candidates example by example. Among the
     candidates within one standard error of the difference from the best, the largest is chosen, see
     `largest_alike`.
 
@@ -60,8 +60,8 @@ class Tuning:
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the sums, of the number of examples and of the number for which a
-        candidate fails.
+        """Return the shapes of the sums, of the number of examples and of each candidate's number
+        of failures.
         """
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}

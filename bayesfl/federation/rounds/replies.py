@@ -406,8 +406,8 @@ class ReplyFilter:
         self.losses = np.append(self.losses, replies.losses)
 
     def close(self) -> list[int]:
-        """Add the accepted replies to the sum, in the order of a simulation, independent of the
-        order in which they arrived.
+        """Add the accepted replies to the sum, in the order of a simulation, independent of their
+        order of arrival.
 
         Returns:
             The ids of clients whose reply, or training, was not accepted.

@@ -31,7 +31,7 @@ class Rules:
         admission: Rules for accepting replies.
         aggregation: The method, the settings, and the rule for drawing cohorts and adding up their
             replies.
-        names: The clients' names, for messages; empty if the server does not know them.
+        names: The clients' names, for messages; empty if unknown.
     """
 
     declared: Declared

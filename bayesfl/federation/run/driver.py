@@ -87,7 +87,7 @@ def drive(
     every: int,
     progress: bool | None,
 ) -> R:
-    """Return a run after its remaining rounds, or after the round at which a callback ends it.
+    """Return a run after its remaining rounds, or after a round that a callback makes the last one.
 
     Any error, including Ctrl-C and a full disk, has the run after its last round as `result`.
 

@@ -59,7 +59,7 @@ def load(
         path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints; the
             newest undamaged checkpoint is loaded.
         algorithm: The method that made the run.
-        clients: The data on which the run was made; None to load it without data.
+        clients: The run's data; None to load it without data.
         device: The device for its state.
 
     Raises:
@@ -131,7 +131,7 @@ def _read(
 
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
-    """Return a result together with the data on which it was made."""
+    """Return a result together with its data."""
     refuse_differences(
         f"{what} was made on other data:",
         result.known.outline.differences(clients.outline),

@@ -83,7 +83,7 @@ class Result(Run):
             training cannot continue from it.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as in
             runs that skip bad clients; otherwise `DivergenceError` is raised.
-        began: Description of the state from which the run started; differs between states.
+        began: Description of the run's start; differs between states.
         after: Objects fitted after training: the clients' answers to the surveys of the method's
             predictor, and the steps of calibration. Answers are valid for the method as it
             predicted then; for another one, from `replace(result, algorithm=...)`, clients are
@@ -333,9 +333,9 @@ class Result(Run):
                 `ClientPrivacy`.
 
         Warns:
-            UserWarning: Sets are made on a split to which another step was fitted, a step is fitted
-                to training or test rows, the data do not bound a temperature, or a step increases
-                the loss of validation rows or of other rows that a step reads.
+            UserWarning: Sets are made on the split of another step, a step is fitted to training or
+                test rows, the data do not bound a temperature, or a step increases the loss of
+                validation rows or of other rows that a step reads.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_reading(self)

@@ -363,7 +363,7 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of saved runs in the folder `path`, in the order in which to try them."""
+    """Return the files of saved runs in the folder `path`, the best one first."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))
 
