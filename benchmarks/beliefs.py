@@ -24,7 +24,7 @@ import pandas as pd
 import pyro
 import pyro.distributions
 import torch
-from bayesfl.predictors import LinearisedBelief, LinearisedLaplace, Mixture, PooledLaplace
+from bayesfl.predictors import LinearisedBelief, LinearisedLaplace, PooledLaplace
 from scipy import stats
 from torch import Tensor, nn
 
@@ -706,14 +706,12 @@ def mode(model: nn.Module, **given: Any) -> bf.Algorithm:
 
 
 LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
-FEDEM = partial(METHODS.fedem, components=2, optimiser=SGD(0.1))
 PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
 QLSD = partial(METHODS.qlsd, chains=50, step=2e-4, levels=127)
 BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
-BY_COPY = Mixture("components", "pi", each=KNOWN)
 
 
 class Way(NamedTuple):
@@ -787,9 +785,6 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
         ),
         "local, LinearisedLaplace": Way(
             one(predicting(LOCAL, KNOWN), predictions), count, ("LinearisedLaplace",)
-        ),
-        "fedem, Mixture of LinearisedLaplace": Way(
-            one(predicting(FEDEM, BY_COPY), predictions), count, ("Mixture",)
         ),
         "pfedvem, LinearisedBelief": Way(
             one(predicting(METHODS.pfedvem, LinearisedBelief()), predictions),

@@ -52,7 +52,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
 def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, float]:
     with warnings.catch_warnings():
         # Which the figure is to show.
-        warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")
+        warnings.filterwarnings("ignore", message=".*lets the prior determine the predictions.*")
         found = result.predict(split, draws=draws).summary(split)
     return {name: found[name] for name in ("accuracy", "nll")}
 

@@ -1,4 +1,4 @@
-"""Published methods, one file each: the paper's model as docstring, then a short composition of
+"""Published methods, one file each: a docstring with the paper's model, and a short composition of
 blocks and phases.
 """
 
@@ -99,15 +99,15 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedsi_fac": (fedsi_fac, "FedSI-Fac", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_full": (fedsi_full, "FedSI, whole body", "after Chen, Liu, Wu, Fan, Cao, 2024"),
 }
-"""Name in code -> (function that builds the method, its name in print, its paper)."""
+"""Name in code -> (function that makes the method, its printed name, its paper)."""
 
 
 class Entry(NamedTuple):
-    """A row of the table of implemented methods: the function in `bayesfl.algorithms`, the method's
-    name in print, and its paper.
+    """Hold a row of the table of implemented methods: the function in `bayesfl.algorithms`, the
+    method's printed name, and its paper.
 
-    Then, as text: the class of a client's belief about each block, the tensors that leave a client
-    each round, and what stays there.
+    Further columns, as text: the class of a client's posterior of each block, the tensors that a
+    client sends each round, and the state that stays there.
 
     Example:
         >>> by_name = {entry.name: entry for entry in bf.algorithms.available()}

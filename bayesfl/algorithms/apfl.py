@@ -1,8 +1,8 @@
-"""APFL: each client predicts at weights between its own and the federation's, and learns how far
-between.
+"""APFL: each client predicts with weights between its own and the federation's, and learns its
+share.
 
 With F_j a mean over client j's data and vbar_j = alpha_j v_j + (1 - alpha_j) w_j, each batch makes
-three steps from the same values:
+three steps from the same state:
 
     v_j      <-  v_j - lr alpha_j grad F_j(vbar_j),
     alpha_j  <-  alpha_j - lr <v_j - w_j, grad F_j(vbar_j)>,  clipped to [0, 1],
@@ -10,10 +10,11 @@ three steps from the same values:
 
 The server takes the plain mean of the cohort's w_j; v_j and alpha_j stay on the client.
 
-The authors' code moves alpha_j on the first batch of a round alone, by the mixture of the gradients
-at v_j and w_j in place of the one at vbar_j, and shrinks it by a term 0.02 alpha_j; the paper has
-none of these. At alpha_j = 0 no step moves v_j, so alpha_j leaves 0 only where v_j and w_j differ.
-The step on v_j and alpha_j takes most lines of the composition beyond twenty-five.
+The authors' code changes alpha_j only on the first batch of a round, uses the mixture of the
+gradients at v_j and w_j instead of the gradient at vbar_j, and shrinks alpha_j by a term 0.02
+alpha_j; the paper has none of these. At alpha_j = 0 no step changes v_j, so alpha_j leaves 0 only
+if v_j and w_j differ. The step on v_j and alpha_j takes most lines of the composition beyond
+twenty-five.
 
 Source: Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020, algorithm 1 and the
 update of alpha that follows it.
@@ -52,14 +53,15 @@ def apfl(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by APFL: a global model, and for each client one between that and its own.
+    """Federate `model` by APFL: each client predicts with a model between the global one and its
+    own.
 
     `result.private["alpha"]` [J] has the clients' shares of their own weights.
 
     Args:
-        alpha: The share of a client's own weights at the start; 0 predicts with the global model, 1
-            with a model that the client trains alone.
-        adaptive: Whether clients learn alpha, or keep it as it is.
+        alpha: Initial share of a client's own weights; 0 predicts with the global model, 1 with a
+            model that the client trains alone.
+        adaptive: Whether clients learn alpha, or keep its start.
         optimiser: SGD without momentum; its rate is also that of alpha.
 
     Example:

@@ -7,10 +7,10 @@ A client fits mean fields q_j(body) and q_j(head) in gradient steps on
 
 and the server averages the parameters loc and rho, with deviations softplus(rho), of q_j(body).
 
-At zeta = 1 one round is Bayes' rule. Each further round counts the same rows again, so that q(body)
-gets narrower and is no posterior. The authors' code takes the divergence the other way round,
-KL(q(body) || q_j(body)), of all weights, with a factor of 5e-5 n_j, and draws noise of standard
-deviation .001 in place of 1; none of these is here. The abstract leaves the head's prior open; here
+At zeta = 1 one round is Bayes' rule. Each further round counts the same rows again, so q(body)
+becomes narrower and is no posterior. The authors' code uses the reverse divergence, KL(q(body) ||
+q_j(body)), for all weights, with a factor of 5e-5 n_j, and draws noise of standard deviation .001
+instead of 1; none of these is implemented here. The abstract does not state the head's prior; here
 it is a standard normal.
 
 Source: Chen, Liu, Cao, Zhang, "Bayesian personalized federated learning with shared and

@@ -8,16 +8,16 @@ w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster. A 
 two clients splits where |u| < eps1 (its model hardly moves) while max_j |u_j| > eps2 (its clients'
 models do); the parts are the last two groups of complete-linkage clustering on 1 - cos(u_i, u_j).
 
-The paper's eps are lengths of an update, which depend on the learning rate and the size of the
-model, so that the same numbers may never cause a split on other data. Here they are multiples of
-|u| in the first round.
+The paper's eps are lengths of an update. These depend on the learning rate and the size of the
+model, so on other data the same numbers may never cause a split. Here eps are multiples of |u| in
+the first round.
 
 Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic distributed multi-task
 optimization under privacy constraints", IEEE Transactions on Neural Networks and Learning Systems
-32(8), 2021, algorithm 3; complete linkage, the size and the first round of a split from the
-authors' code, github.com/felisat/clustered-federated-learning. That code takes the positions of
-clients within their cluster for their ids, which is wrong from the second split on; here positions
-are mapped back to ids.
+32(8), 2021, algorithm 3; complete linkage, the size and the first round of a split are from the
+authors' code, github.com/felisat/clustered-federated-learning. That code uses the positions of
+clients within their cluster as their ids, which is wrong from the second split on; here positions
+are converted to ids.
 """
 
 import logging
@@ -49,22 +49,21 @@ def clustered(
     weight: Weight = by_size,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where
-    its clients' updates disagree.
+    """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits if its
+    clients' updates disagree.
 
-    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before its first
-    round), the first round's `unit` |u|, and `norms` [clusters, 2], |u| and max |u_j| of the last
-    round in this unit, which tell how close a cluster is to a split. It sends a client its
-    cluster's model. A cluster splits only in a round in which all of its clients take part, so let
-    every client take part in each round. A client never seen receives all models and takes the one
-    that fits its training data best, as in `ifca`: to predict and, where it joins in training, as
-    its cluster.
+    The server has `models` [clusters, D], each client's `cluster` [J] (-1 before its first round),
+    the first round's `unit` |u|, and `norms` [clusters, 2], |u| and max |u_j| of the last round in
+    this unit, which show how close a cluster is to a split. It sends each client the model of its
+    cluster. A cluster splits only if all its clients are in the round's cohort, so let every client
+    take part in each round. A new client receives all models and uses the one that fits its
+    training data best, as in `ifca`, for predictions and, if it joins in training, as its cluster.
 
     Args:
-        eps1: Length in units of the first round's |u|; a cluster can split only where |u| is less.
-        eps2: Length in the same unit; a cluster can split only where the largest |u_j| exceeds it.
+        eps1: Length in units of the first round's |u|; a cluster can split only if |u| is less.
+        eps2: Length in the same unit; a cluster can split only if the largest |u_j| exceeds it.
         first_split: Number of rounds without a split at the start.
-        optimiser: Optimiser of the clients' steps; under a schedule that falls, updates become too
+        optimiser: Optimiser of the clients' steps; under a falling schedule, updates become too
             small for splits.
         weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised;
             by size by default, equal in the authors' code (`bayesfl.pools.equal`).
@@ -124,7 +123,7 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        # Not round 0: failed rounds, and those at rate 0, are counted, but set no unit.
+        # Not round 0: failed rounds, and rounds at rate 0, are counted but do not set the unit.
         first = not bool(server["unit"])
         unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
@@ -187,14 +186,14 @@ def clustered(
 def bipartition(updates: Tensor) -> Tensor:
     """Split updates into two groups by complete linkage on 1 - cosine similarity.
 
-    An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's
-    order is taken.
+    An update of length 0 has distance 1 from all others. Among equal distances, the first in
+    scipy's order is chosen.
 
     Args:
         updates: Updates of the clients, [C, D].
 
     Returns:
-        Which updates are not in the group of the first, [C] bool.
+        True for updates that are not in the group of the first, [C] bool.
     """
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform

@@ -1,5 +1,5 @@
-"""FedAMP: every client trains a model of its own, pulled towards its cloud model, a mixture of all
-clients' models in which similar ones weigh more.
+"""FedAMP: every client trains its own model, pulled towards its cloud model, a mixture of all
+clients' models with larger weights for similar ones.
 
 The server mixes what the clients send, and client i trains under a pull to its mixture:
 
@@ -7,12 +7,12 @@ The server mixes what the clients send, and client i trains under a pull to its 
     w_i = argmin_w F_i(w) + lam / (2 alpha) |w - u_i|^2,
 
 with F_i a mean over its data and A(x) = 1 - exp(-x / sigma), so that A'(x) = exp(-x / sigma) /
-sigma. The pull is the prior N(u_i, alpha / (lam n_i)). The paper asks for the minimum; here
+sigma. The pull is the prior N(u_i, alpha / (lam n_i)). The paper computes the minimum; here
 `epochs` of steps from the client's last model approach it. Clients outside a round's cohort keep
 their cloud models.
 
-The distance grows with the number of weights: where |w_i - w_j|^2 is far beyond sigma, clients
-train alone, and far below it all others weigh the same. sigma has to be chosen for the network. The
+The distance grows with the number of weights. If |w_i - w_j|^2 is much larger than sigma, clients
+train alone; if it is much smaller, all others have equal weight. Choose sigma for the network. The
 defaults are the library's: with an `alpha` of sigma / J no client's own weight can become negative.
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized cross-silo federated learning on
@@ -43,20 +43,20 @@ def fedamp(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedAMP: each client has a model of its own, pulled towards a mixture of
-    all, in which models near its own weigh more.
+    """Federate `model` by FedAMP: each client has its own model, pulled towards a mixture of all
+    with larger weights for models near its own.
 
     `result.server["cloud"]` [J, D] has the clients' cloud models. The global model of
-    `history["global_accuracy"]` has their mean, from which a client that joins later starts.
+    `history["global_accuracy"]` has their mean, with which a client that joins later starts.
 
     Args:
         lam: Strength of the pull, which is lam / alpha; 0 is local training. Steps need rate
             (curvature + lam / alpha) < 2.
         alpha: The server's step size, > 0; None for sigma / J, with J clients.
-        sigma: Squared distance of two models over which their attention falls by a factor e.
+        sigma: Squared distance of two models that lowers their attention by a factor e.
 
     Raises:
-        ValueError: In a round, `alpha` is so large that a client's own weight is negative.
+        ValueError: In a round, a client's own weight is negative because `alpha` is too large.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -80,8 +80,12 @@ def fedamp(
         cloud = server["cloud"].index_copy(0, ids, mixed.to(server["cloud"]))
         return {"cloud": cloud, "w": {"loc": cloud.mean(0, dtype=torch.float64).to(cloud)}}
 
-    energy = Energy("w", ("w",), likelihood="mean")
-    step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+    )
     tied = Normal(centre=lambda given, view: view["cloud"], variance=spread)
     return Algorithm(
         model,
@@ -108,7 +112,7 @@ def attention(w: Tensor, alpha: float, sigma: float) -> Tensor:
     own = 1 - weights.sum(-1)
     if bool((own < 0).any()):
         raise ValueError(
-            f"alpha={alpha:g} gives a client's own model the weight {float(own.min()):.3g}; take "
+            f"alpha={alpha:g} gives a client's own model the weight {float(own.min()):.3g}; use "
             f"alpha at most sigma / {len(w)}"
         )
     return weights + torch.diag(own)

@@ -25,7 +25,7 @@ def fedbabu(
     fine-tune both to predict.
 
     Args:
-        optimiser: Optimiser of the body; the paper's MobileNet takes rates of
+        optimiser: Optimiser of the body; for the paper's MobileNet its rates are
             `bayesfl.optim.multistep(0.1)`.
 
     Example:

@@ -1,10 +1,10 @@
-"""FedBN: every client keeps its norms, their weights, biases and statistics; the server averages
-all else, each client weighing the same.
+"""FedBN: every client keeps its norms, with their weights, biases and statistics; the server
+averages everything else with equal weights.
 
 Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch
 normalization", ICLR 2021, algorithm 1. The paper has batch norms; here the weights and biases of
-layer, group and instance norms stay, too. The authors' code recognises a norm by `bn` in its name,
-this one by its class.
+layer, group and instance norms stay, too. The authors' code recognises a norm by `bn` in its name;
+here its class counts.
 """
 
 from glob import escape
@@ -29,20 +29,20 @@ def fedbn(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedBN: the server averages all but the norms, which stay on their
-    clients.
+    """Federate `model` by FedBN: the server averages everything except the norms, which stay on
+    their clients.
 
-    A client that joins later takes the averaged weights and trains norms of its own on its data,
-    from the start's, with all else held: the norms are what the paper lets differ by client, and
-    nobody else's leave their clients.
+    A client that joins later receives the averaged weights and trains only its own norms on its
+    data, from their start; in the paper only norms differ between clients, and no client sends its
+    norms.
 
     Args:
-        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm`
-            and so on, one of which has trainable weights at least; of the others the statistics
-            alone stay with a client.
+        model: Any module with torch's norms, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and
+            so on. At least one must have trainable weights; for the others only the statistics stay
+            with a client.
 
     Raises:
-        ValueError: `model` has no norm with trainable weights, or has one in two places.
+        ValueError: `model` has no norm with trainable weights, or uses one in two places.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -69,7 +69,7 @@ def fedbn(
 
 def _patterns(model: nn.Module) -> tuple[str, ...]:
     """Return patterns of the norms: names of trainable parameters, and of modules without these
-    that follow the statistics of batches.
+    that have statistics of batches.
     """
     own = [
         leaf
@@ -80,8 +80,8 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
     if not own:
         raise ValueError(
             f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, "
-            "nn.LayerNorm, ...), so that no weight would stay with a client; take "
-            "bf.algorithms.fedavg, or norms with affine=True"
+            "nn.LayerNorm, ...), so no weight would stay with a client; use bf.algorithms.fedavg, "
+            "or norms with affine=True"
         )
     places = [
         name
@@ -92,8 +92,7 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
         set(places) - {name for name, part in model.named_modules() if isinstance(part, NORMS)}
     ):
         raise ValueError(
-            f"the norm {twice[0]!r} stands in the model under another name, too; give each place a "
-            "norm of its own"
+            f"the norm {twice[0]!r} is in the model under two names; give each place its own norm"
         )
     still = [name for name, part in norms(model).items() if not trainable(name, part)]
     return (

@@ -1,5 +1,5 @@
-"""FedEM: M components shared by all and mixed differently by each client, learned by EM; D-FedEM:
-the same between neighbours.
+"""FedEM: M components that all clients share and mix with own weights, learned by EM; D-FedEM: the
+same between neighbours.
 
 Model.  example i of client j comes from component z_i ~ pi_j:
 p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
@@ -50,11 +50,11 @@ from bayesfl.posteriors import MeanField, Point, mixture
 
 log = logging.getLogger(__name__)
 PARTS = ("components",)
-DEAD = 1e-3  # a component that makes a smaller share of the examples counts as dead
+DEAD = 1e-3  # a component with a smaller share of the examples counts as dead
 Components = Annotated[
     int,
     options.AT_LEAST_1,
-    "Number M of components, which draw their starts anew from the model's layers.",
+    "Number M of components, with new random starts for the model's layers.",
 ]
 Iterations = Annotated[
     int, options.AT_LEAST_1, "Number of EM iterations on pi for a client never seen."
@@ -81,30 +81,26 @@ def fedem(
     adapt_iterations: Iterations = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedEM: all clients train M common components, and each predicts by its
+    """Federate `model` by FedEM: all clients train M common components, and each predicts with its
     own mixture of them.
 
-    A component may die: if it explains no example of any client, it is trained on none, and returns
-    only by chance. `result.server["usage"]` [M] is the share of the examples that each component
-    made, computed from the pi that clients sent last; a component that falls below a thousandth, or
-    rises above it again, is named in the log. The server therefore learns every client's pi, which
-    the paper does not need.
-
-    `dataclasses.replace(method, predictor=...)` with `bf.predictors.Mixture("components", "pi",
-    each=LinearisedLaplace())` predicts by a Laplace approximation of each component.
+    A component may die: if it explains no client's examples, it is not trained, and recovers only
+    by chance. `result.server["usage"]` [M] is each component's share of the examples, computed from
+    the clients' last pi. The log names a component that falls below a thousandth, or rises above it
+    again. The server therefore receives every client's pi, which the paper does not need.
 
     Args:
-        optimiser: Optimiser of all components; the authors' code takes rates of `multistep`,
-            another for each data set.
-        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that
-            clients that do not use it do not slow it down. With one-hot pi this is clustered
+        optimiser: Optimiser of all components; the authors' code uses rates of `multistep`,
+            different for each data set.
+        by_responsibility: Whether component m is averaged with weights n_j pi_jm instead of n_j, so
+            that clients that do not use it do not slow it down. With one-hot pi this is clustered
             FedAvg; with weights n_j, a component would move only by its cluster's share of the
             examples.
-        posterior: Belief about a component: a point, as in the paper, or
+        posterior: Posterior of a component: a point, as in the paper, or
             `MeanField(init_scale=...)`, an extension of this package. The M step then minimises
             mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received,
-            prior_variance), the server matches the moments of the clients' beliefs by size, and E
-            step and predictions use the means.
+            prior_variance), the server matches the moments of the clients' posteriors by size, and
+            E step and predictions use the means.
         prior_variance: Prior variance of each weight of a component around the mean received; for
             `MeanField` only.
         draws: Number of posterior draws of a step; for `MeanField` only.
@@ -145,8 +141,13 @@ def fedem(
         block = replace(
             block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior)
         )
-    energy = Energy("components", PARTS, likelihood="mean", weight=responsibility)
-    m_step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser, draws=draws)
+    m_step = Descend(
+        Energy("components", PARTS, likelihood="mean", weight=responsibility),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        draws=draws,
+    )
     return Algorithm(
         model,
         {"components": block},
@@ -163,18 +164,20 @@ def fedem(
 
 
 def e_step(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Infer from which component each example comes, q [N, M], and pi_j as their mean."""
+    """Infer each example's component, q [N, M], and pi_j as their mean."""
     q, _ = mixture.responsibilities(view["pi"], data["losses"])
     return {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
 
 
 def responsibility(given: Server, view: View, batch: Batch) -> Tensor:
-    """Weigh a batch's examples for each component, [M, B]."""
+    """Weight a batch's examples for each component, [M, B]."""
     return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
 
 
 def usage(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Keep each component's share of all examples seen, and log which have died or are back."""
+    """Update each component's share of all examples so far, and log components that have died or
+    are back.
+    """
     pi = server["pi_seen"].index_copy(0, ids, uplink["pi"])
     sizes = server["sizes"].index_copy(0, ids, uplink["n"])
     before = server["usage"]
@@ -203,23 +206,23 @@ def d_fedem(
     adapt_iterations: Iterations = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by D-FedEM: no server; after its local work every client averages its
+    """Federate `model` by D-FedEM without a server: after its local work every client averages its
     components with its neighbours'.
 
-    The simulation's server holds every client's components, [J, M, D], and does the averaging; over
-    a network the server is a relay, which sees what neighbours would. In place of a neighbour
-    outside the round's cohort a client averages its own components, which keeps the mean over
-    clients if W is symmetric. A client never seen starts from that mean.
+    The simulation's server has every client's components, [J, M, D], and averages them; over a
+    network the server is a relay, which sees the messages between neighbours. For a neighbour
+    outside the round's cohort a client uses its own components, which keeps the mean over clients
+    if W is symmetric. A new client starts from that mean.
 
     Args:
         mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default
-            Metropolis weights on a random graph in which each edge has probability 1/2, of which a
-            round makes the cohort's rows alone. See `bayesfl.topology`.
+            Metropolis weights on a random graph with edge probability 1/2, computed only for the
+            rows of a round's cohort. See `bayesfl.topology`.
 
     Raises:
         ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated
-            mixing oscillates for ever. In a round: the matrix is for another number of clients, or
-            is not symmetric while a client is absent.
+            mixing does not converge. In a round: the matrix is for another number of clients, or is
+            not symmetric while a client is absent.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)
@@ -238,7 +241,7 @@ def d_fedem(
 
     @cache
     def graph(clients: int) -> Tensor:
-        """Return W, [J, J]; by default the edges, as only the cohort's rows of W are made."""
+        """Return W, [J, J]; by default the edges, as only the cohort's rows are computed."""
         if callable(mixing):
             return check_mixing(mixing(clients), clients)
         return erdos_renyi(clients) if given is None else check_mixing(given, clients)
@@ -254,10 +257,10 @@ def d_fedem(
                 raise ValueError(
                     f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so "
                     "the mean over clients would move: pass a symmetric matrix such as "
-                    "topology.metropolis(edges), or let everyone take part"
+                    "topology.metropolis(edges), or let all clients take part"
                 )
         weights = rows[:, cohort].to(ids.device)
-        # A client takes the weights of absent neighbours itself.
+        # A client adds the weights of absent neighbours to its own.
         return weights + torch.diag(1 - weights.sum(1))
 
     return replace(

@@ -1,5 +1,5 @@
-"""FedEP: one Gaussian posterior of the federation, the product of a prior and of a factor for each
-client, which the client refines by expectation propagation with Laplace approximations.
+"""FedEP: one Gaussian posterior of the federation, the product of a prior and one factor for each
+client. Clients refine their factors by expectation propagation with Laplace approximations.
 
 With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
 
@@ -9,8 +9,8 @@ With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
     q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
 
 At a fixed point the mean of q is a maximum of the posterior of all rows. The authors' code scales
-the precisions of networks by 500, and clips how far the server's mean moves; neither is done here,
-where precisions are the GGN's. Of the paper's approximations this is the Laplace one.
+the precisions of networks by 500, and clips the change of the server's mean; neither is done here,
+where precisions are the GGN's. Among the paper's approximations, this is the Laplace one.
 
 Source: Guo, Greengard, Wang, Gelman, Kim, Xing, "Federated learning as variational inference: a
 scalable expectation propagation approach", ICLR 2023, algorithms 1 and 2.
@@ -36,9 +36,9 @@ def fedep(
     optimiser: options.Optimiser = Adam(1e-2),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedEP: all clients share one Gaussian posterior about all weights.
+    """Federate `model` by FedEP: all clients share one Gaussian posterior of all weights.
 
-    Its variances leave out that weights depend on each other, and are too small where they do.
+    Its variances ignore correlations of weights, and are too small if weights are correlated.
 
     Args:
         prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.

@@ -1,4 +1,4 @@
-"""FedFomo: each client receives other clients' models, and goes towards those that are better than
+"""FedFomo: each client receives other clients' models, and moves towards those that are better than
 its own on its validation rows.
 
 With x_j the client's model after its last round, L_j its mean loss on validation rows, and theta_m
@@ -7,14 +7,14 @@ the M models that it receives,
     gain_m  =  (L_j(x_j) - L_j(theta_m)) / |theta_m - x_j|,
     x_j    <-  x_j + sum_m share_m (theta_m - x_j),     share_m = max(gain_m, 0), of sum 1,
 
-and it then trains x_j on its training rows. Where no model is better, a client keeps its own. The
-server holds all models, and adds each gain to an affinity of the two clients. It sends the M models
-of largest affinity or, with a probability that falls from `explore` by `explore_decay` each round,
-any M.
+and it then trains x_j on its training rows. If no model is better, a client keeps its own. The
+server has all models, and adds each gain to an affinity of the two clients. It sends the M models
+with the largest affinity or, with a probability that falls from `explore` by `explore_decay` each
+round, M random ones.
 
-Clients see each other's models. In the authors' code a client throws its last training away, too,
-where no model is better, and gains are divided by the sum of their sizes before they are added to
-the affinity. The choice of models takes most lines of the composition beyond twenty-five.
+Clients see each other's models. In the authors' code, a client also discards its last training if
+no model is better, and gains are divided by the sum of their sizes before they are added to the
+affinity. The choice of models takes most lines of the composition beyond twenty-five.
 
 Source: Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized federated learning with first order
 model optimization", ICLR 2021, equations 4 to 6 and section 3.2.
@@ -48,13 +48,13 @@ def fedfomo(
     """Federate `model` by FedFomo: each client mixes its own model with others' by their losses on
     its validation rows.
 
-    `result.server["affinity"]` [J, J] has the sums of the gains of client j by the model of k.
+    `result.server["affinity"]` [J, J] has the sums of client j's gains from the model of client k.
 
     Args:
         models: Number M of models that a client receives.
-        explore: Probability in the first round that a client receives any models, not the best.
+        explore: Probability in the first round that a client receives random models, not the best.
         explore_decay: Decrease of this probability in each round.
-        rows: Rows on which models are compared; the authors' code takes some of the training rows.
+        rows: Rows on which models are compared; the authors' code uses some of the training rows.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4, validation=0.2)
@@ -80,7 +80,7 @@ def fedfomo(
         )
         score = torch.where(at_random < server["explore"], score, affinity + 1e-9 * score)
         order = score.fill_diagonal_(-torch.inf).argsort(-1, descending=True)[ids]
-        # With fewer clients the last place repeats, and that is the client itself.
+        # With fewer clients the last place repeats, which is the client itself.
         return order[:, torch.arange(models).clamp_max(len(affinity) - 1)]
 
     def mix(algorithm: Algorithm, given: Server, view: View, batch: Batch) -> View:

@@ -1,5 +1,5 @@
-"""FedPA: clients send steps towards the mode of the product of their posteriors, which averages of
-SGD's iterates describe.
+"""FedPA: clients send steps towards the mode of the product of their posteriors, estimated from
+averages of SGD's iterates.
 
 After `epochs` passes client j takes l = `samples` averages x_1, ..., x_l of the iterates of
 `average` steps each. With their mean m and covariance C, and from the model w received,
@@ -8,13 +8,13 @@ After `epochs` passes client j takes l = `samples` averages x_1, ..., x_l of the
     delta  =  S^-1 (w - m),             by l x l algebra,
     w     <-  w - server_lr sum_j n_j delta_j / sum_j n_j      on the server.
 
-Under Gaussian posteriors N(m_j, S_j) the fixed point is the mode of their product, where FedAvg's
-is a mean of the m_j. With shrinkage 0 or one sample S is I, as in the first `fedavg_rounds`, in
-which iterates are far from stationary.
+Under Gaussian posteriors N(m_j, S_j) the fixed point is the mode of their product; FedAvg's is a
+mean of the m_j. With shrinkage 0 or one sample, S is I. The same holds for the first
+`fedavg_rounds`, because early iterates are far from stationary.
 
 Source: Al-Shedivat, Gillenwater, Xing, Rostamizadeh, "Federated learning via posterior averaging: a
 new perspective and practical algorithms", ICLR 2021, algorithms 2 and 3. The authors' recursion for
-delta is the same number.
+delta gives the same number.
 """
 
 from functools import partial
@@ -54,14 +54,14 @@ def fedpa(
     """Federate `model` by FedPA: FedAvg whose clients correct their change by the covariance of
     their iterates.
 
-    It finds a point, and has no posterior: clients predict with the common model.
+    Its result is a point without a posterior: clients predict with the common model.
 
     Args:
-        samples: Number l of averages of iterates.
-        average: Number of mini-batches of each.
+        samples: Number l of averages over iterates.
+        average: Number of mini-batches in each average.
         shrinkage: Weight r of the covariance; 0 is FedAvg to the clients' mean iterates.
         epochs: Number of passes over a client's data before the first average.
-        fedavg_rounds: Number of first rounds that are FedAvg's.
+        fedavg_rounds: Number of initial rounds of FedAvg.
         server_lr: The server's step size, > 0.
 
     Example:

@@ -1,5 +1,5 @@
-"""FedPAC: a shared body trained towards common class centroids, and a personal head mixed for each
-client from the heads that help it.
+"""FedPAC: a shared body trained towards common class centroids, and for each client a mixture of
+the heads that help it.
 
 z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk /
 n_j; m_jk is the mean of z over them.
@@ -9,11 +9,11 @@ A client of the cohort:
 1. With the body received, before training: h_j[k] = p_jk m_jk, the mean of onehot(y) z', and V_j =
    (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j, the trace of its covariance over n_j, which
    measures the uncertainty of that mean.
-2. Head: SGD on the mean loss, the body fixed.
-3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid
-   received; if no client has sent one yet, the client's own m_jk of step 1. There is no pull before
-   the server has centroids: in the first round, unless the run starts from another
-   (`simulate(start=)`), whose centroids it goes on with.
+2. Head: SGD on the mean loss, with the body fixed.
+3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, with the head fixed. c_k is the
+   received centroid, or the client's own m_jk of step 1 if no client has sent one yet. There is no
+   pull before the server has centroids, in the first round; a run that starts from another
+   (`simulate(start=)`) uses its centroids.
 4. With the body after training: centroids c_jk, the means of z.
 
 The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client
@@ -23,9 +23,8 @@ scaled to sum 1.
 
 Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
 collaboration", ICLR 2023, arXiv:2306.11867; order of steps, threshold and hyperparameters from the
-authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a program that
-rounding made indefinite, and the variances with them; here the programs are solved exactly, in
-float64.
+authors' code, github.com/JianXu95/FedPAC. If rounding makes a program indefinite, that code drops
+small eigenvalues, and the variances with them; here the programs are solved exactly, in float64.
 """
 
 from typing import Any
@@ -42,8 +41,8 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
 PARTS = ("body", "head")
-# smaller weights are set to 0; with over 100 heads the limit is a tenth of an equal share, so that
-# most weight is kept
+# Smaller weights are set to 0. With over 100 heads the limit is a tenth of an equal share, so that
+# most weight is kept.
 SMALLEST_WEIGHT = 1e-3
 ROWS_AT_ONCE = 256  # examples whose features are held at once
 # A client with one example has V = 0. V is raised to at least the larger of these, so that the
@@ -64,27 +63,27 @@ def fedpac(
     batch_size: options.BatchSize = 50,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedPAC: the server averages the body, and mixes for each client a head
+    """Federate `model` by FedPAC: the server averages the body, and mixes a head for each client
     from the heads that help it.
 
-    Besides its models a client sends, for every class, counts, mean features, and mean features
-    weighted by the class's frequency, and one variance; so the server sees the frequencies of its
-    labels. `result.server["head"]["weights"]` [C, C] has the last round's weights a_ij: row i is
-    the client that receives a head, column j one whose head is mixed into it, and
-    `result.server["head"]["cohort"]` [C] says which clients these are. Only heads of a round's
-    cohort are mixed, among themselves. An absent client's head stays as it was and becomes
-    outdated: it was trained on another body. A client that never took part has the head of the
-    start.
+    In addition to its models a client sends, for every class, counts, mean features, and mean
+    features weighted by the class's frequency, and one variance. The server therefore sees the
+    frequencies of its labels. `result.server["head"]["weights"]` [C, C] has the last round's
+    weights a_ij: row i is the client that receives a head, column j one whose head is mixed into
+    it, and `result.server["head"]["cohort"]` [C] has these clients' numbers. Only heads of a
+    round's cohort are mixed, among themselves. An absent client's head does not change, and becomes
+    outdated because it was trained on another body. A client that never took part has the initial
+    head.
 
-    A client that joins later receives body and centroids; the program is solved for its statistics
-    over the heads that the last cohort trained, and its head trains `head_epochs` passes from that
-    mixture. (A server would solve it; here the newcomer is sent the heads and solves it.) The paper
-    has no rule for such clients.
+    A client that joins later receives body and centroids. The program is solved for its statistics
+    over the heads of the last cohort, and its head trains `head_epochs` passes from that mixture.
+    (In practice a server would solve it; here the new client receives the heads and solves it.) The
+    paper has no rule for such clients.
 
     The authors print two accuracies for each round. The one at the start of local training, with
     the mixed head, is `history["personal_accuracy"]` of the round before; the one after local
     training is `history["before_pool_accuracy"]`. The global model of `history["global_accuracy"]`
-    has the mean of all clients' heads, which is sent to no client.
+    has the mean of all clients' heads, which no client receives.
 
     Args:
         model: A `bf.models.SplitModel` whose head is one `nn.Linear`; its features are the inputs
@@ -163,7 +162,7 @@ def moments(
     algorithm: Algorithm, view: View, data: Batch, classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute for every class the count of examples [K], mean features [K, d] and mean squared
-    lengths [K]; 0 where the count is 0.
+    lengths [K]; 0 if the count is 0.
     """
     leaves = algorithm.leaves(PARTS, view)
     weight = data["weight"]
@@ -180,7 +179,7 @@ def moments(
 
 
 def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Compute the statistics h, V and counts under the body received, and set the features'
+    """Compute the statistics h, V and counts under the received body, and set the features'
     targets: steps 1 and 3.
     """
     counts, means, squares = moments(algorithm, view, data, len(given["seen"]))
@@ -203,14 +202,14 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
     The programs are solved in float64.
 
     Args:
-        h: Feature statistics of the clients whose heads are mixed, [J, K d].
+        h: Feature statistics of the clients with heads in the mixture, [J, K d].
         variance: Variances V of these statistics, [J], >= 0.
-        own: The same statistics of the clients that receive the mixtures, [C, K d].
+        own: Feature statistics of the clients that receive the mixtures, [C, K d].
     """
     h, variance, own = h.double(), variance.double(), own.double()
     sizes = h.square().sum(-1) + variance
-    # Where all features and variances are 0, so that nothing distinguishes the heads, they get
-    # equal weights.
+    # If all features and variances are 0, nothing distinguishes the heads, and they get equal
+    # weights.
     floor = max(
         FLOOR * float(sizes.median()),
         ROUNDING * float(sizes.max()),
@@ -229,8 +228,8 @@ def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
 
 
 def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Average the centroids by the classes' counts, and keep the heads and statistics of the
-    cohort, which newcomers mix.
+    """Average the centroids by the classes' counts, and keep the heads and statistics of the cohort
+    for new clients.
     """
     h, counts = uplink["h"], uplink["counts"].double()
     total = counts.sum(0).unsqueeze(-1)
@@ -247,7 +246,7 @@ def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
 
 
 def address(server: Server, ids: Tensor) -> View:
-    """Send newcomers the heads that they mix; clients that trained receive mixtures."""
+    """Send new clients the heads that they mix; clients that trained receive mixtures."""
     newcomers = len(server["trained"]["head"]) and not len(server["head"]["each"])
     return (
         {"trained": tree_map(lambda t: t.expand(len(ids), *t.shape), server["trained"])}
@@ -257,8 +256,8 @@ def address(server: Server, ids: Tensor) -> View:
 
 
 def join_newcomer(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Give a newcomer the mixture of the last cohort's heads for its own statistics; if there are
-    no such heads, keep the head received.
+    """Give a new client the mixture of the last cohort's heads for its own statistics; if there are
+    no such heads, keep the received head.
     """
     if "trained" not in view:
         return view

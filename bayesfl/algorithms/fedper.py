@@ -20,7 +20,7 @@ def fedper(
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedPer: the server averages the body; heads stay on their clients, and
-    newcomers train one.
+    new clients train one.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

@@ -10,11 +10,11 @@ over chains of the gradients of F_j = -1 / n_j log p(D_j | body, head_jm). The s
 bodies by sizes, and moves mu and v by a share `prior_step` of the way to the mean of all heads and
 to their mean squared distance from mu over weights: stochastic expectation maximisation.
 
-The paper averages over the draws of one chain. Here M chains have one draw each at a time, and the
-client predicts with these draws, too. The paper takes one step of the body a round at the server
-(`kept` = 1 here); here a client may take more, as in the authors' code. In every configuration that
-it ships, that code replaces the chains by steps of Adam without noise, holds v at .998, and
-predicts by the last head alone. At large rates chains are too wide (`bayesfl.posteriors.sgld`).
+The paper averages over the draws of one chain. Here each of M chains has one draw at a time, and
+the client also predicts with these draws. In the paper the server makes one step of the body in a
+round (`kept` = 1 here); here a client may make more, as in the authors' code. All configurations of
+that code replace the chains by steps of Adam without noise, fix v at .998, and predict with the
+last head alone. At large rates chains are too wide (`bayesfl.posteriors.sgld`).
 
 Source: Kotelevskii, Vono, Moulines, Durmus, "FedPop: a Bayesian approach for personalised federated
 learning", NeurIPS 2022, algorithm 1.
@@ -61,14 +61,14 @@ def fedpop(
     adapt_steps: options.Count = 100,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedPop: a body for all clients, and draws of each client's head.
+    """Federate `model` by FedPop: one body for all clients, and draws of each client's head.
 
     `result.server["variance"]` is the variance v between clients.
 
     Args:
-        chains: Number M of chains of a client, which predicts by all of them.
+        chains: Number M of chains of a client, which predicts with all of them.
         burn_in: Number of steps of the chains in a round before the body moves.
-        kept: Number of steps after these, each followed by a step of the body.
+        kept: Number of further steps, each followed by a step of the body.
         batch_size: Number of examples of a step; None, as in the authors' code, for all of the
             client's. Chains on batches are wider.
         chain_optimiser: SGD without momentum; its rate is the chains' rate.

@@ -1,5 +1,5 @@
-"""FedRep: a shared body and personal heads; each round the head is trained first, then the body
-with the head fixed.
+"""FedRep: a shared body and personal heads; each round trains the head first, then the body with
+the head fixed.
 
 Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized
 federated learning", ICML 2021, algorithm 1; defaults from its CIFAR-10 experiments.
@@ -24,8 +24,8 @@ def fedrep(
     optimiser.
 
     Args:
-        head_epochs: Number of passes over a client's data for its head each round; also of a client
-            that joins later.
+        head_epochs: Number of passes over a client's data for its head each round; also for a
+            client that joins later.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

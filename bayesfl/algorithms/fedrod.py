@@ -1,19 +1,20 @@
-"""Fed-RoD: a shared body with two heads. The generic one is trained for all classes alike, and
-averaged; the personal one adds to its logits what a client's own class frequencies ask for.
+"""Fed-RoD: a shared body with two heads. The generic head is trained on a balanced loss, and
+averaged; the personal head's logits are added to its logits and adapt them to a client's class
+frequencies.
 
 With z the features of the body theta, psi the generic and phi the personal head, and n_k the
-client's number of examples of class k, every batch makes a step on each of
+client's number of examples of class k, every batch makes a step on each loss:
 
     theta, psi:  the balanced softmax, the mean of -log( n_y e^psi_y(z) / sum_k n_k e^psi_k(z) ),
     phi:         the mean of -log softmax_y( psi(z) + phi(z) ) with psi and z as constants.
 
-Clients predict by psi(z) + phi(z), and the federation, as in the history's `global_` columns, by
-psi(z). Heads are linear, so that the sum of their logits is the head of weights psi + phi, which
-is the block `personal`. phi starts at 0.
+Clients predict with psi(z) + phi(z), and the history's `global_` columns with psi(z). Heads are
+linear, so the sum of their logits is a head with weights psi + phi, the block `personal`. phi
+starts at 0.
 
-A class that a client has not, with n_k = 0, gets no gradient from it. The two steps of a batch do
-not read each other's results; norms that follow their batches follow in both. Fed-RoD (hyper),
-where a network makes phi from n_k, is not here.
+A class without examples on a client, n_k = 0, gets no gradient from it. The two steps of a batch do
+not read each other's results; norms with statistics of batches update them in both steps. Fed-RoD
+(hyper), in which a network computes phi from n_k, is not implemented.
 
 Source: Chen, Chao, "On bridging generic and personalized federated learning for image
 classification", ICLR 2022, equations 6 to 8; the authors' code is not public.
@@ -44,17 +45,18 @@ def fedrod(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by Fed-RoD: body and generic head are trained by a balanced softmax and
+    """Federate `model` by Fed-RoD: body and generic head are trained with a balanced softmax and
     averaged; a personal head adds to the logits.
 
     Args:
         model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
-        optimiser: Optimiser of both steps, with a state for each, which starts anew each round.
-        likelihood: `Categorical`, without smoothing: a class that a client has not would have an
-            infinite loss.
+        optimiser: Optimiser of both steps, with a state for each, which is reset each round.
+        likelihood: `Categorical`, without smoothing: otherwise a class without examples on a client
+            has an infinite loss.
 
     Raises:
-        ValueError: The head is not one `nn.Linear`, or the likelihood another.
+        ValueError: The head is not one `nn.Linear`, or the likelihood is not `Categorical` without
+            smoothing.
 
     Example:
         >>> clients = bf.data.dirichlet("digits", clients=4, alpha=0.3)
@@ -78,7 +80,9 @@ def fedrod(
         return {"counts": data["weight"] @ F.one_hot(data["y"], classes).to(data["weight"])}
 
     def moved(z: Any, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: View) -> Any:
-        """Replace the mean loss by that at logits moved by the generic head's, or by log n."""
+        """Replace the mean loss by the loss at logits shifted by the generic head's logits, or by
+        log n.
+        """
         by = batch["at"]["generic"].outputs if "at" in batch else view["counts"].log()[..., None, :]
         more = likelihood.nll(outputs + by, batch["y"]) - losses
         return (more * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
@@ -104,10 +108,10 @@ def fedrod(
 
 
 def generic_model(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
-    """Return the weights of body and generic head, as they are on the client."""
+    """Return the client's weights of body and generic head."""
     return algorithm.leaves(GENERIC, view)
 
 
 def add(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Make the personal head, whose logits are the sum of the two heads'."""
+    """Make the personal head; its logits are the sum of the two heads'."""
     return {"personal": {"loc": view["head"]["loc"] + view["phi"]["loc"]}}

@@ -1,13 +1,13 @@
-"""FedSA-LoRA: adapters B A of low rank beside frozen weights; clients share A, and keep B.
+"""FedSA-LoRA: adapters B A of low rank on frozen weights; clients share A, and keep B.
 
 With an input x, a frozen weight W and a client's own B_j, a layer computes W x + B_j A x. The
 server averages A, weighted by clients' numbers of examples. As in the authors' configurations, a
-classifier that trains stays with its client as B does.
+trained classifier stays with its client, like B.
 
-What else is done with adapters needs no method of its own. `fedavg` averages A and B, although the
+Other methods for adapters need no function of their own. `fedavg` averages A and B, although the
 mean of products is not the product of means. FFA-LoRA (Sun, Li, Li, Ding, "Improving LoRA in
-privacy-preserving federated learning", ICLR 2024) is `fedavg` on a model whose A is frozen at its
-start, for which the mean of products is exact. `local` keeps all adapters.
+privacy-preserving federated learning", ICLR 2024) is `fedavg` on a model with A frozen at its
+start; the mean of products is then exact. `local` keeps all adapters.
 
 Source: Guo, Zeng, Wang, Fan, Wang, Qu, "Selective aggregation for low-rank adaptation in federated
 learning", ICLR 2025, figure 1.
@@ -28,17 +28,17 @@ def fedsa_lora(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate the adapters of `model` by FedSA-LoRA: the server averages every A; B and all else
-    that trains stays on its client.
+    """Federate the adapters of `model` by FedSA-LoRA: the server averages every A; B and all other
+    trained parameters stay on their client.
 
-    A client that joins later takes A, and trains the rest on its data, from the start's.
+    A client that joins later receives A, and trains the rest on its data, from its start.
 
     Args:
         model: A frozen network with adapters `lora_A` and `lora_B`, as peft's `get_peft_model`
             and `inject_adapter_in_model` name them.
 
     Raises:
-        ValueError: No parameter that trains has `lora_A` in its name, or no other one trains.
+        ValueError: No trainable parameter has `lora_A` in its name, or all have.
 
     Example:
         >>> from collections import OrderedDict

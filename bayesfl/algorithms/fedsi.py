@@ -1,20 +1,20 @@
-"""FedSI: a shared body of which every client keeps a subnetwork uncertain, under one frozen head
+"""FedSI: each client has a posterior over a subnetwork of the shared body, under one frozen head
 that clients fine-tune to predict.
 
 Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
 MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
-Selection  (client)  P: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
+Selection  (client)  P: the share of the weights with the largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
 Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j, and sigma_j = diag(H_P^-1)^(1/2) on P
 and 0 elsewhere (a Dirac).
-Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no
+Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha if no
 client selected r.
 Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f),
 kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
-quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1. Where the text and the
-authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md says which is
-followed.
+quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1.
+docs/derivations/fedsi.md lists the differences between the text and the authors' code
+(github.com/hyLiu1994/BPFedMePD), and the choices made here.
 """
 
 from dataclasses import replace
@@ -88,57 +88,56 @@ def fedsi(
     finetune_optimiser: options.HeadOptimiser = Adam(1e-2),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a
+    """Federate `model` by FedSI: the body is averaged, and each client has a posterior over a
     subnetwork of it.
 
-    The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 a variance),
-    prior="global", link="per_class" and centre=False: predictions then take H_P = GGN_P + diag(1 /
-    g_P) with the variances g that the server has learnt. By default g is for training alone, and
+    The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 as a variance),
+    prior="global", link="per_class" and centre=False: predictions then use H_P = GGN_P + diag(1 /
+    g_P) with the server's learnt variances g. By default g is used only in training, and
     predictions have one precision for all weights, chosen on validation data.
 
-    Its uncertainty is not true: the curvature is of one client's rows at weights that all clients
-    determine, which makes it two to three times too wide for a shared linear model, and it has none
-    outside the subnetwork (docs/studies/truth.md).
+    Its intervals do not have nominal coverage: the curvature is computed from one client's rows at
+    weights that all clients determine, which makes them two to three times too wide for a shared
+    linear model, and weights outside the subnetwork have no uncertainty (docs/studies/truth.md).
 
     Args:
-        structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without
-            covariances, `diagonal` (FedSI-Fac); or all of it, `full`: training then keeps the
-            isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not used.
-        share: Share of the body's weights in the subnetwork, in (0, 1]; the paper takes 0.05 for
-            its MLP and 0.07 for its CNN.
-        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes
-            weights without curvature first.
-        seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its
-            indices need not be sent (the reported uplink is a vector over the whole body
-            nevertheless, whatever the rule).
+        structure: The part of the body with a posterior: a `subnetwork` (FedSI); every weight
+            without covariances, `diagonal` (FedSI-Fac); or the whole body, `full`. With `full`,
+            training keeps the isotropic prior, and `aggregation`, `variance_floor` and
+            `curvature_every` are not used.
+        share: Share of the body's weights in the subnetwork, in (0, 1]; the paper uses 0.05 for its
+            MLP and 0.07 for its CNN.
+        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's rule
+            selects weights without curvature first.
+        seed: Seed of rules that draw: one subnetwork for all clients and rounds, so its indices
+            need not be sent. The uplink is a vector over the whole body under every rule.
         steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code
-            takes 20.
-        optimiser: Optimiser of the body; the authors' code takes `SGD(0.1)` on MNIST.
+            uses 20.
+        optimiser: Optimiser of the body; the authors' code uses `SGD(0.1)` on MNIST.
         prior_precision: Prior precision 1 / alpha of weights that no client selected, for a
-            likelihood that is a sum over the data; in training only.
+            likelihood that is a sum over the data; only in training.
         aggregation: Rule for the next prior's g from the clients' sigma: `mean_std` (the paper's,
             zeros included), `mean_var`, `mean_over_selecting` (the mean std of clients that
             selected the weight), `moment_match` (the mean variance plus the spread of the means),
-            `product` (the sum of the precisions of clients that selected the weight, by which the
-            means are weighted too; the prior is then counted once for each of these clients).
+            `product` (the sum of the precisions of clients that selected the weight; these
+            precisions also weight the means, and the prior counts once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
         curvature_every: Number of rounds from one Laplace approximation to the next; between them g
-            stays, and aggregation="product" gathers the body by a plain mean. The paper's 1 takes
-            most of the time where subnetworks have curvature; what 20 cost in NLL is in
-            docs/studies/speed.md.
-        train_head: Whether every client trains its own head together with the body, as in the
-            authors' code, instead of the frozen common head.
+            does not change, and aggregation="product" takes a plain mean of the body. With the
+            paper's 1 it takes most of the time if subnetworks have curvature; docs/studies/speed.md
+            has the cost of 20 in NLL.
+        train_head: Whether every client trains its own head with the body, as in the authors' code,
+            instead of the frozen common head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`,
             the server's 1 / g (step 4 of the paper's algorithm 1), which needs no validation data.
         predictive_precision: Prior precision for predictions under an isotropic prior; None chooses
             one for all clients on their validation data.
-        link: How predictions make probabilities of the Gaussian over the logits: `per_class`, the
-            paper's; `contrasts`, which keeps the most probable class; or `draws`, 100 of them. See
+        link: How predictions convert the Gaussian over the logits to probabilities: `per_class`,
+            the paper's; `contrasts`, which keeps the most probable class; or 100 `draws`. See
             `bf.predictors.LinearisedLaplace`.
-        centre: Whether predictions remove the part of the logits that is the same for all classes,
-            see `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
-        finetune_steps: Number of mini-batches on which the head is fine-tuned before a client
-            predicts.
+        centre: Whether predictions remove the part of the logits that all classes share, see
+            `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
+        finetune_steps: Number of mini-batches of the head's fine-tuning before a client predicts.
         finetune_optimiser: Optimiser of the head in fine-tuning.
 
     Raises:
@@ -174,8 +173,8 @@ def fedsi(
     stacked = aggregation in ("moment_match", "product")
 
     def fit(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        """Add to the view the standard deviations of the client's Laplace approximation around its
-        MAP.
+        """Add the standard deviations of the client's Laplace approximation around its MAP to the
+        view.
         """
         if (given["round"] - 1) % curvature_every:
             return view
@@ -252,8 +251,8 @@ def fedsi(
 
 
 def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
-    """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 /
-    (GGN_rr + 1 / g_r), no selection.
+    """Federate `model` by FedSI-Fac: an independent posterior for every weight of the body,
+    sigma_r^2 = 1 / (GGN_rr + 1 / g_r), no selection.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)
@@ -265,8 +264,8 @@ def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
 
 
 def fedsi_full(model: nn.Module, **others: Any) -> Algorithm:
-    """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all
-    covariances in predictions.
+    """Federate `model` by FedSI with a posterior over the whole body: isotropic prior in training,
+    all covariances in predictions.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)
@@ -291,8 +290,8 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
 
 
 def pooled_variance(uplink: Uplink, aggregation: AggregationRule) -> Tensor:
-    """Return the next prior variances g [D] from the clients' standard deviations; any number where
-    no client selected the weight.
+    """Return the next prior variances g [D] from the clients' standard deviations; arbitrary for
+    weights that no client selected.
     """
     std = uplink["std"].double()
     if aggregation == "mean_std":
@@ -319,5 +318,5 @@ def pooled_mean(uplink: Uplink, *, weighted: bool) -> Tensor:
 
 
 def _precision(std: Tensor) -> Tensor:
-    """Return 1 / std^2, 0 where the weight was not selected."""
+    """Return 1 / std^2, 0 for weights that were not selected."""
     return torch.where(std > 0, std.square().reciprocal(), 0.0)

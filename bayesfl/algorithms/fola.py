@@ -1,7 +1,7 @@
-"""FOLA: one Gaussian posterior of the federation, the product of clients' Laplace approximations.
-In the next round it pulls every client towards its mean.
+"""FOLA: one Gaussian posterior of the federation, the product of clients' Laplace approximations,
+which pulls every client towards its mean in the next round.
 
-With q(w) = N(m, 1 / L) on the server, L_0 the prior's precision, J clients of whom C take part:
+With q(w) = N(m, 1 / L) on the server, prior precision L_0, J clients and a cohort of C:
 
     w_j  =  argmax log p(D_j | w) - sum_r (L_0 w_r^2 + strength L_r (w_r - m_r)^2) / (2 J),
     P_j  =  F_j + (L_0 + strength L) / J,    F_j the diagonal of the GGN of D_j at w_j,
@@ -9,10 +9,9 @@ With q(w) = N(m, 1 / L) on the server, L_0 the prior's precision, J clients of w
 
 With diagonal curvature, q is the posterior of a Gaussian likelihood at the fixed point.
 
-The paper adds each round's curvature to L, so that after t rounds the same rows count t times; its
-code divides the pull by t. Here L is made anew in each round, so that L and the pull have their
-right size. The authors' code estimates F_j by squared gradients of batches, and leaves out the
-prior.
+The paper adds each round's curvature to L, so after t rounds the same rows count t times; its code
+divides the pull by t. Here L is recomputed in each round, so L and the pull have the right size.
+The authors' code estimates F_j from squared gradients of batches, and has no prior.
 
 Source: Liu, Jiang, Zheng, Chen, Qi, Huang, Shao, "A Bayesian federated learning framework with
 online Laplace approximation", TPAMI 2023 (arXiv:2102.01936).
@@ -51,14 +50,14 @@ def fola(
     optimiser: options.Optimiser = Adam(1e-2),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FOLA: all clients share one Gaussian posterior about all weights.
+    """Federate `model` by FOLA: all clients share one Gaussian posterior of all weights.
 
-    It treats weights as independent; its variances are too small where they are not.
+    It treats weights as independent; its variances are too small if weights are correlated.
 
     Args:
         prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
-        strength: Strength of the pull towards the federation's posterior; 1 counts it as often as
-            one client's rows count.
+        strength: Strength of the pull towards the federation's posterior; at 1 it counts as much as
+            one client's rows.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -111,9 +110,7 @@ def fola(
 
 @dataclass(frozen=True, kw_only=True)
 class Product(PrecisionWeighted):
-    """The mean of the clients' Gaussians by their precisions, with the precision L_0 + J / C sum_j
-    F_j.
-    """
+    """Average the clients' Gaussians, with the precision L_0 + J / C sum_j F_j."""
 
     prior_precision: float
     strength: float
@@ -123,6 +120,6 @@ class Product(PrecisionWeighted):
         mean = super().solve(server, name, total)["loc"]
         sent = total["precision"] * server["size"] / total["count"]
         pull = self.strength * self.posterior.natural(server[name])[0].to(sent)
-        # The difference is below the prior's precision by rounding alone.
+        # Only rounding can bring the difference below the prior's precision.
         precision = (sent - pull).clamp_min(self.prior_precision).to(mean)
         return self.posterior.of_natural(precision, precision * mean)

@@ -1,20 +1,20 @@
-"""Distributed GroupDRO: one model for all whose worst environment has the smallest loss, by weights
-that grow where the loss is large.
+"""Distributed GroupDRO: one model for all clients that minimises the loss of the worst environment,
+by weights that grow with the loss.
 
     min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
 
 Each round a client measures its mean losses R_e at the model received, and trains on  sum_e q_e R_e
 over its own environments; the server updates  q_e <- q_e exp(eta R_e) / Z  and averages the models,
 each weighted by the sum of its client's q_e. With one plain local step this is a gradient step on
-sum_e q_e R_e. The weights are known only once all losses are, so the server holds a round's models
-until then. A client with one environment trains on its plain risk. Beside its model a client sends
-two numbers for each of `environments` places: the risk, and whether it has any example there.
+sum_e q_e R_e. The weights depend on all losses, so the server stores a round's models until it has
+these. A client with one environment trains on its plain risk. In addition to its model, a client
+sends two numbers for each of `environments` places: the risk, and whether it has an example there.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts",
 ICLR 2020, algorithm 1 (there for one machine); distributed as a baseline and as the lower problem
-of PerInvFL (see `perinvfl`). The released code of that paper keeps the first round's losses for
-ever and uses q twice, in the local loss and in the mean; here losses are measured anew each round
-and q is used once.
+of PerInvFL (see `perinvfl`). The released code of that paper keeps the first round's losses and
+uses q twice, in the local loss and in the mean; here losses are measured in each round and q is
+used once.
 """
 
 import math
@@ -51,12 +51,12 @@ def group_dro(
     optimiser: options.KeptOptimiser = Adam(5e-4),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by GroupDRO: one model whose largest loss over all environments is small;
-    the data need environments.
+    """Federate `model` by GroupDRO: one model with a small largest loss over all environments; the
+    data need environments.
 
-    Only the weights of a round's cohort are updated, and their sum is kept. A client starts with
-    equal weight at each of its `environments` places; when it first takes part and has fewer
-    environments, the weight of the missing ones goes to all others in proportion.
+    Only the weights of a round's cohort are updated, and their sum does not change. A client starts
+    with equal weights at its `environments` places. If it has fewer environments, its first round
+    distributes the weights of the missing ones to all others in proportion.
     `result.server["log_q"]` has the weights' logarithms, [J, environments].
 
     Raises:
@@ -72,7 +72,7 @@ def group_dro(
     """
     if loss_examples is not None and loss_examples < environments:
         raise ValueError(
-            f"loss_examples must be at least environments={environments}, so that none is lost, "
+            f"loss_examples must be at least environments={environments}, so that each has one, "
             f"got {loss_examples}: pass more, or None for all of a client's"
         )
 
@@ -88,7 +88,7 @@ def group_dro(
         risk, seen, count = (
             torch.nn.functional.pad(t, (0, environments - found)) for t in (risk, seen, count)
         )
-        # Each example is weighted by q_e / (n_e / n), so that batches drawn from all examples give
+        # Each example has the weight q_e / (n_e / n), so that batches drawn from all examples give
         # sum_e q_e R_e.
         q = torch.where(
             seen > 0, view["log_q"] + eta * risk, torch.full_like(risk, -torch.inf)
@@ -113,19 +113,22 @@ def group_dro(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
-        # In logarithms, as a cohort's weights may all be almost 0.
+        # In logarithms, because a cohort's weights may all be almost 0.
         share = new.logsumexp(-1).softmax(0)
         known = log_q.double().index_copy(0, ids, new)
-        # Shares out the weight of environments that do not exist.
+        # Distributes the weight of environments that do not exist.
         known = known - known.flatten().logsumexp(0)
         return {
             "log_q": known.to(log_q),
             "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)},
         }
 
-    energy = Energy("w", ("w",), likelihood="mean", weight=counted)
     step = Descend(
-        energy, steps=steps, batch_size=batch_size, optimiser=optimiser, persist="w_optimiser"
+        Energy("w", ("w",), likelihood="mean", weight=counted),
+        steps=steps,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        persist="w_optimiser",
     )
     return Algorithm(
         model,

@@ -1,5 +1,5 @@
-"""IFCA: M models; every client trains, and predicts by, the one that fits its data best, and models
-are averaged within these clusters.
+"""IFCA: M models; every client trains the one that fits its data best and predicts with it, and
+models are averaged within these clusters.
 
 Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning",
 NeurIPS 2020, algorithm 1 with model averaging.
@@ -30,8 +30,8 @@ def ifca(
     the server averages within clusters.
 
     Args:
-        model: Any module; the clusters' models draw their starts anew from its layers.
-        clusters: Number M of models. A model that no client of a round chose stays as it is.
+        model: Any module; the clusters' models have new random starts for its layers.
+        clusters: Number M of models. A model that no client of a round chose does not change.
 
     Example:
         >>> clients = bf.data.swapped_labels("digits", clients=4)

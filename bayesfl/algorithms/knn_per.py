@@ -1,11 +1,11 @@
-"""kNN-Per: a client predicts by the common model and by its own rows that look most like the new
-one.
+"""kNN-Per: a client predicts from the common model and from its own rows that are nearest to the
+new one.
 
     p(c | x)  =  lam p_kNN(c | x) + (1 - lam) p_w(c | x),
     p_kNN(c | x)  proportional to  sum over the k nearest rows i of  exp(-d_i / scale) [y_i = c],
 
 where d_i is the squared distance between features, the inputs of the model's head, divided by their
-number. The common model is FedAvg's; rows and features stay on the client.
+number. The common model is FedAvg's; rows and their features stay on the client.
 
 Each client chooses lam on its own validation rows, as in the paper, in steps of 0.05 (the authors'
 code: of 0.01). The default of `scale` is that of the authors' code.
@@ -35,14 +35,15 @@ def knn_per(
     optimiser: options.Optimiser = SGD(1e-2, momentum=0.9),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by kNN-Per: FedAvg, with whose features each client looks up its own rows.
+    """Federate `model` by kNN-Per: FedAvg, and predictions from each client's nearest rows in its
+    features.
 
     Args:
-        k: Number of rows that count; all where a client has fewer.
-        scale: Number by which distances are divided.
+        k: Number of nearest rows; all rows if a client has fewer.
+        scale: Divisor of distances.
         share: Share lam of the rows in the prediction: a number; each client's `own`, chosen on its
             validation rows; or one `common` to all, chosen by sums over the validation rows of all
-            clients: the largest that fits as well as the best, up to one standard error.
+            clients: the largest share within one standard error of the best.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4, validation=0.2)

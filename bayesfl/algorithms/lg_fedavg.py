@@ -1,6 +1,6 @@
 """LG-FedAvg: personal bodies and a shared head, the reverse of FedPer.
 
-The paper starts from a model trained by FedAvg; to do so, train one and pass the module with its
+The paper starts from a model trained by FedAvg; for this, train one and pass the module with its
 weights.
 
 Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act
@@ -23,7 +23,7 @@ def lg_fedavg(
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by LG-FedAvg: the server averages the head; bodies stay on their clients,
-    and newcomers train one.
+    and new clients train one.
 
     Args:
         optimiser: Optimiser of the clients' steps; the paper's rate is 0.05 on MNIST and 0.1 on

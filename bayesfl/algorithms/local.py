@@ -1,4 +1,4 @@
-"""Local training: every client trains alone, from a common start, and nothing is sent. It is the
+"""Local training: every client trains alone from a common start, and sends nothing. It is the
 baseline of personalised methods.
 """
 

@@ -1,23 +1,24 @@
-"""MOON: FedAvg whose clients' features are drawn to those of the model received, and away from
-those of the client's own last model.
+"""MOON: FedAvg with a loss that pulls a client's features towards those of the received model and
+away from those of its own last model.
 
-With z the features of the model w in training, z_glob those of the model received in the round and
-z_prev those of the client's model at the end of its last round, both constants, client i minimises
+With z the features of the trained model w, z_glob those of the model received in the round and
+z_prev those of the client's model at the end of its last round, both constant, client i minimises
 
     F_i(w) + mu mean_x -log( e^(cos(z, z_glob) / tau)
                              / (e^(cos(z, z_glob) / tau) + e^(cos(z, z_prev) / tau)) ).
 
-In its first round a client has no last model; the one at the start takes its place. Where that is
-the model received, both cosines are the same and the term has no gradient, as if it were left out.
+In its first round a client has no last model, and the initial model replaces it. If that is the
+received model, both cosines are equal and the term has no gradient, as without it.
 
-Features are the inputs of the head. The paper's network has a projection before its classifier:
-here it is the end of the body, two layers of width 256 with a ReLU between them. Other models run
-in evaluation mode.
+Features are the inputs of the head. The paper's network has a projection before its classifier, two
+layers of width 256 with a ReLU between them: here it is the end of the body. Other models run in
+evaluation mode.
 
 Source: Li, He, Song, "Model-contrastive federated learning", CVPR 2021, equation 3 and algorithm 1;
 the defaults are those of the same authors' code for CIFAR-10, github.com/QinbinLi/MOON.
 """
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -72,9 +73,10 @@ def moon(
     )
 
 
-def contrast(mu: float, temperature: float) -> Penalty:
-    """Return the penalty mu times the batch mean of -log(e^a / (e^a + e^b)), with a and b the
-    cosines of features with those received and those before, over the temperature.
+def contrast(mu: float, temperature: float = 1.0, factor: float = 1.0) -> Penalty:
+    """Return the penalty mu times the batch mean of -log(e^a / (e^a + e^b)). Here a and b - log
+    factor are the cosines of features with those `received` and with those of the `previous` model;
+    a and b are divided by the temperature.
     """
 
     def penalty(
@@ -89,14 +91,14 @@ def contrast(mu: float, temperature: float) -> Penalty:
             F.cosine_similarity(features, batch["at"][name].features, dim=-1)
             for name in ("received", "previous")
         )
-        apart = F.softplus((far - near) / temperature)
+        apart = F.softplus((math.log(factor) + far - near) / temperature)
         return mu * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     return penalty
 
 
 def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
-    """Return the weights of the model received."""
+    """Return the weights of the received model."""
     return algorithm.leaves(("w",), given)
 
 
@@ -111,5 +113,5 @@ def remember(algorithm: Algorithm, given: Server, view: View, data: Batch) -> Vi
 
 
 def start(given: Server) -> dict[str, Any]:
-    """Return the blocks at the start of the run, which stand for a client's last model."""
+    """Return the initial blocks, which replace a client's last model in its first round."""
     return {name: belief for name, belief in given.items() if isinstance(belief, dict)}

@@ -4,51 +4,48 @@ Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
 Upper problem  theta_j by steps on
 (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
 
-In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on
-the client from round to round.
+In the upper problem w is the model received in the round; the client keeps theta_j and its
+optimiser's state from round to round.
 
 The two weights are separate: gamma for invariance over the client's own environments, lam for the
-pull to the federation's model. Each is one number for all clients. The paper's Remark 1 gives every
-client its own balancing weight, the smaller the fewer environments it has; the library does not
-have that, and the available text does not say which term the weight multiplies. With one
-environment a client's own GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in
-the upper problem, too.
+pull towards the federation's model. Each is one number for all clients. The paper's Remark 1 gives
+every client its own balancing weight, smaller for fewer environments. It is not implemented,
+because the available text does not state which term it multiplies. With one environment a client's
+own GroupDRO would be its plain risk, so PerInvFL-DRO also has IRM's penalty in the upper problem.
 
-`variant="contrastive"` has the released code's contrastive term in place of the distance and of the
-personal penalty: features z_i of theta are pulled towards those of w and pushed away from those of
-a model that the client trains alone,
+`variant="contrastive"` has the released code's contrastive term instead of the distance and of the
+personal penalty. It pulls features z_i of theta towards those of w and away from those of a model
+that the client trains alone,
 
     R_j(theta) + l2 |theta|^2
     + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ).
 
-Three things are corrected. That code resets theta to w before every step, where cos(z, z^w) is 1
-and has no gradient; here theta continues. Here the client's own model has its own optimiser; there
-it shares the moments of the global one. And here z^w are features of the model received.
+Three details differ from that code. It resets theta to w before every step, where cos(z, z^w) is 1
+and has no gradient; here theta continues. There the client's own model shares the optimiser's
+moments with the global one; here it has its own optimiser. Here z^w are features of the received
+model.
 
 Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution
 generalization in federated learning", 2022, arXiv:2211.11243, equations 2 to 5 as far as they are
-legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where neither is definite,
-the text above says what is done.
+legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. If neither is definite,
+the text above states the choice.
 """
 
-import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import irm
-from bayesfl.algorithms.moon import received
-from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.algorithms.moon import contrast, received
+from bayesfl.base.protocols import Server, View
 from bayesfl.composition import (
     Algorithm,
     Annealed,
     Block,
     Descend,
     Energy,
-    Penalty,
     Repeat,
     anew_at,
     irm_energy,
@@ -85,20 +82,21 @@ def perinvfl(
     personal_optimiser: options.KeptOptimiser = Adam(1e-4),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by PerInvFL: invariant personal models are pulled towards an invariant
+    """Federate `model` by PerInvFL: invariant personal models with a pull towards an invariant
     global one; the data need environments.
 
     Args:
-        model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.
+        model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features enter the
+            loss.
         lower: Method that trains the global model.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
         lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The
-            distance term is divided by max(1, gamma_t) as the other terms are.
-        gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and
-            of the upper one by distance.
+            distance term is divided by max(1, gamma_t), like the other terms.
+        gamma: Weight of the squared slopes from round `anneal` on, in the lower problem by IRM and
+            in the upper one by distance.
         l2: Strength of theta's ridge, and of w's in a lower problem by IRM.
         personal_steps: Number of steps on theta for each of the `steps`.
-        adapt_steps: Number of steps on theta of a client that joins later, from the global model;
+        adapt_steps: Number of steps on theta for a client that joins later, from the global model;
             with `contrastive` rounded up to a multiple of `personal_steps`.
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
@@ -127,23 +125,26 @@ def perinvfl(
 
     if variant == "distance":
         annealed = Annealed(gamma, start=anneal)
-        energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
-        fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **personal)
-        phases = (*anew_at(annealed, "theta_optimiser"), fit)
-        adapt = (replace(fit, steps=adapt_steps),)
+        fit = Descend(
+            irm_energy("theta", likelihood, annealed, estimator=estimator),
+            steps=personal_steps * steps,
+            batch_size=batch_size,
+            **personal,
+        )
         return with_personal(
             below,
-            *phases,
+            *anew_at(annealed, "theta_optimiser"),
+            fit,
             prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")),
-            adapt=adapt,
+            adapt=(replace(fit, steps=adapt_steps),),
         )
 
     contrasted = Energy(
         "theta",
         ("theta",),
         likelihood="mean",
-        penalty=contrast(lam),
-        at={"near": received, "far": own},
+        penalty=contrast(lam, factor=APART),
+        at={"received": received, "previous": own},
     )
     fit = Descend(contrasted, epochs=personal_steps, **personal)
     alone = Descend(
@@ -157,31 +158,6 @@ def perinvfl(
     )
     below = replace(below, blocks={**below.blocks, "alone": Block(pool=None, keep=True)})
     return with_personal(below, phase, prior=tied(Annealed(0.0), l2=l2), adapt=(adapt,))
-
-
-def contrast(lam: float) -> Penalty:
-    """Return the penalty lam times the batch mean of -log(e^c / (e^c + 0.2 e^d)).
-
-    Here c and d are the cosines of an example's features with those of w and with those of the
-    client's own model.
-    """
-
-    def penalty(
-        features: Any,
-        outputs: Tensor,
-        losses: Tensor,
-        batch: Batch,
-        given: Server,
-        view: View,
-    ) -> Tensor:
-        near, far = (
-            F.cosine_similarity(features, batch["at"][name].features, dim=-1)
-            for name in ("near", "far")
-        )
-        apart = F.softplus(math.log(APART) + far - near)
-        return lam * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
-
-    return penalty
 
 
 def own(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:

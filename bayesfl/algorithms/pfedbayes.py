@@ -1,23 +1,22 @@
-"""pFedBayes: a Gaussian belief over all weights for each client, pulled towards a federated one,
-which follows the clients' beliefs.
+"""pFedBayes: a Gaussian posterior of all weights for each client, with a federated Gaussian as
+prior, which follows the clients' posteriors.
 
 Both are mean fields, q_j of the client and w_j its copy of the server's w. Each batch makes
-`inner_steps` steps on q_j and one on w_j, where the second follows the gradient in w_j of the
-bound that the first minimise:
+`inner_steps` steps on q_j and one on w_j. Both follow gradients of the same bound:
 
     F_j(q, w) = E_q[-log p(D_j | .)] + zeta KL(q || w),
     q_j  <-  q_j - step(grad_q F_j(q_j, w_j) / n_j),
     w_j  <-  w_j - step(grad_w zeta KL(q_j || w_j) / n_j).
 
 The server averages the parameters loc and rho, with deviations softplus(rho), of the cohort's w_j,
-and goes `beta` of the way to their plain mean. The minimum of sum_j KL(q_j || w) over w alone would
-match the moments of the mixture of the q_j, so it is wider than such an average.
+and goes `beta` of the way to their plain mean. The minimum of sum_j KL(q_j || w) over w alone
+matches the moments of the mixture of the q_j, and is wider than such an average.
 
-A zeta other than 1 tempers: at 10 the prior counts ten times, and q_j is no posterior.
+A zeta other than 1 tempers: at 10 the prior counts ten times, and q_j is not a posterior.
 
-A public version, not by the authors, draws noise of standard deviation .001 in place of 1, weighs
-clients by size, and divides the KL by a number of batches; none of these is here. q_j is kept from
-round to round; the optimiser of w_j starts anew in each round, that of q_j as well.
+A public version, not by the authors, draws noise of standard deviation .001 instead of 1, weights
+clients by size, and divides the KL by a number of batches; none of these is implemented here. The
+client keeps q_j from round to round; the optimisers of w_j and q_j are reset in each round.
 
 Source: Zhang, Li, Li, Guo, Shi, "Personalized federated learning via variational Bayesian
 inference", ICML 2022, algorithm 1.
@@ -60,13 +59,13 @@ def pfedbayes(
     beta: options.Positive = 1.0,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedBayes: each client has a Gaussian belief about all weights, and a
-    federated one is its prior.
+    """Federate `model` by pFedBayes: each client has a Gaussian posterior of all weights, and a
+    federated Gaussian is its prior.
 
     Args:
         zeta: Weight of the KL; 1 is Bayes' rule, the paper's best is 10.
         batches: Number of batches of a round.
-        inner_steps: Number of steps on q_j on each batch, before one on w_j.
+        inner_steps: Number of steps on q_j on each batch, before one step on w_j.
         optimiser: Optimiser of q_j, and of w_j.
         init_scale: Standard deviation of q_j and of w at the start.
         beta: The server's step size, > 0; 1 is the mean.
@@ -120,5 +119,5 @@ def pfedbayes(
 
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Start a new client's belief at the federated one."""
+    """Start a new client's posterior at the federated one."""
     return {"q": view["w"]}

@@ -1,20 +1,19 @@
-"""pFedHN: a network on the server makes each client's weights from a vector that stands for
-the client.
+"""pFedHN: a network on the server computes each client's weights from an embedding of the client.
 
-The server holds an embedding v_j for each client and the hypernetwork's weights phi. In a round
+The server has an embedding v_j for each client and the hypernetwork's weights phi. In a round
 
     w_j   =  h(v_j; phi)                          is sent to client j of the cohort,
     w_j'  =  w_j after `steps` steps              comes back,
     (v, phi)  <-  a step along the mean over the cohort of (dw_j / d(v, phi))' (w_j - w_j'),
 
-where the gradient is shortened to a norm of `clip`. h has `layers` linear layers with ReLU between
-them, and after these one linear map to all weights. The paper's cohorts are single clients, one
-after the other.
+with the gradient shortened to a norm of `clip`. h has `layers` linear layers with ReLU between
+them, and then one linear map to all weights. The paper's cohorts are single clients, one after the
+other.
 
-The authors' code clips the clients' gradients, too, which is not done here. A client that joins
-later has a fresh embedding, and trains the model that h makes of it; in the paper it trains the
-embedding instead, for which it would need h. The server's part takes most lines of the composition
-beyond twenty-five.
+The authors' code also clips the clients' gradients, which is not done here. A client that joins
+later has a new embedding, and trains the model that h computes from it; in the paper it trains the
+embedding, and needs h for this. The server's part takes most lines of the composition beyond
+twenty-five.
 
 Source: Shamsian, Navon, Fetaya, Chechik, "Personalized federated learning using hypernetworks",
 ICML 2021, algorithm 1.
@@ -49,19 +48,19 @@ def pfedhn(
     seed: options.Natural = 0,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedHN: the server's hypernetwork makes the weights of every client.
+    """Federate `model` by pFedHN: the server's hypernetwork computes the weights of every client.
 
-    The global model of `history["global_accuracy"]` is that of the mean embedding. The server holds
-    `hidden` times as many numbers as the model has weights.
+    The global model of `history["global_accuracy"]` is computed from the mean embedding. The server
+    stores `hidden` numbers for each weight of the model.
 
     Args:
-        embedding: Number of entries of a client's embedding; the paper takes 1 + J / 4 for J = 50
+        embedding: Number of entries of a client's embedding; the paper uses 1 + J / 4 for J = 50
             clients.
         hidden: Width of the hypernetwork's layers.
-        layers: Their number.
-        server_optimiser: Optimiser of the hypernetwork and of the embeddings, which is kept.
+        layers: Number of the hypernetwork's layers.
+        server_optimiser: Optimiser of the hypernetwork and of the embeddings; its state is kept.
         clip: Largest norm of their gradient.
-        seed: Seed of their start, which has the law of torch's linear layers and embeddings.
+        seed: Seed of their start, with the distributions of torch's linear layers and embeddings.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -77,8 +76,10 @@ def pfedhn(
         hyper = {"v": torch.from_numpy(rng.standard_normal((clients, embedding)))}
         for k, (size, width) in enumerate(pairwise([*sizes, len(blocks["w"]["loc"])])):
             bound = 1 / math.sqrt(size)
-            for name, shape in (("weight", (width, size)), ("bias", (width,))):
-                hyper[f"{name}{k}"] = torch.from_numpy(rng.uniform(-bound, bound, shape))
+            hyper |= {
+                f"{name}{k}": torch.from_numpy(rng.uniform(-bound, bound, shape))
+                for name, shape in (("weight", (width, size)), ("bias", (width,)))
+            }
         state = server_optimiser.init(hyper)
         return {"hyper": hyper} | ({} if state is None else {"state": state})
 
@@ -91,7 +92,7 @@ def pfedhn(
         return {"w": {"loc": make(server["hyper"], server["hyper"]["v"][ids])}}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        order = ids.argsort()  # sums must not depend on the order in which replies come
+        order = ids.argsort()  # sums must not depend on the order of replies
         came = uplink["w"]["loc"][order]
         slope = torch.func.grad(  # of half the mean square of w_j - w_j'
             lambda h: (make(h, h["v"][ids[order]]) - came).square().sum() / (2 * len(ids))

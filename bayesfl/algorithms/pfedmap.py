@@ -1,7 +1,7 @@
-"""pFedMAP: personal heads under a hierarchical Gaussian of one fixed scale, each at its posterior's
-mode.
+"""pFedMAP: personal heads under a hierarchical Gaussian with one fixed scale, each at the mode of
+its posterior.
 
-Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; a body shared by all.
+Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; all clients share a body.
 Client  w_j  minimises  -log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2).
 Server  w = mean of the w_j.
 
@@ -47,8 +47,8 @@ def pfedmap(
     likelihood_scale: options.LikelihoodScale = "sum",
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedMAP: a shared body, and personal heads that a Gaussian prior pulls
-    towards their mean.
+    """Federate `model` by pFedMAP: a shared body, and personal heads under a Gaussian prior around
+    their mean.
 
     `simulate` warns in round 1 if steps of SGD by `head_optimiser` towards the centre diverge under
     `precision`.
@@ -66,8 +66,11 @@ def pfedmap(
         centre=server_mean("head"),
         variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None],
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    fit_head = Descend(energy, epochs=head_epochs, optimiser=head_optimiser)
+    fit_head = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+    )
     fit_body = Descend(
         Energy("body", parts, likelihood="mean"),
         epochs=body_epochs,

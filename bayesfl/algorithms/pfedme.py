@@ -1,13 +1,13 @@
-"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global one,
+"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global model,
 which follows the Moreau envelope.
 
 theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <-
 w_j - lr lambda (w_j - theta_j). The server's step is w <- (1 - beta) w + beta mean_j w_j. All
-clients train; only a cohort is gathered.
+clients train, but only a cohort sends.
 
 Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020,
-algorithm 1. As in the authors' code the inner steps continue from the previous theta_j within a
-round, which starts at w; the server's mean is uniform, as in the paper.
+algorithm 1. As in the authors' code, the inner steps continue from the previous theta_j within a
+round, which starts at w; the server's mean has equal weights, as in the paper.
 """
 
 from bayesfl.base.protocols import Batch, Server, View
@@ -44,19 +44,20 @@ def pfedme(
     warm_start: bool = True,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedMe: personal models are pulled towards the global one, and the global
-    one moves towards them.
+    """Federate `model` by pFedMe: personal models with a pull towards the global one, which moves
+    towards them.
 
     Args:
         lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1
             / (lam n_j)).
-        batches: Number of batches of a round, each with one inner problem and one envelope step
+        batches: Number of batches in a round, each with one inner problem and one envelope step
             (the paper's R).
         inner_steps: Number of gradient steps on each inner problem (the paper's K).
         lr: Step size along the envelope's gradient, lam (w_j - theta_j).
         personal_optimiser: Optimiser of the inner steps; the authors' code has a weight decay of
             1e-3.
-        beta: The server's step size, > 0; 1 is the mean, the authors' tuned runs take 2.
+        beta: The server's step size, > 0; 1 is the mean, and 2 the value of the authors' tuned
+            runs.
         warm_start: Whether an inner problem starts from the previous one's theta_j, as in the
             authors' code, or from w_j.
 

@@ -9,10 +9,10 @@ M step (client): $rho_j^2 = (|sigma_j|^2 + |mu_j - w|^2) / D$.
 
 M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$; a small rho_j weighs more.
 
-Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
+With initial widths of 0.1 and long training, the method loses accuracy after aggregation
 (docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so
-that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing
-learns, and the server's mean is then plain.
+the pull towards the centre stays strong. `pfedvem_held` has one fixed rho for all clients, and the
+server's mean then has equal weights.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
 hierarchical Bayesian modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -66,7 +66,11 @@ def pfedvem(
     head_epochs: options.FullBatchSteps = 20,
     body_epochs: options.BodyEpochs = 5,
     batch_size: options.BatchSize = 50,
-    head_optimiser: options.HeadSGD = SGD(1e-3, momentum=0.9),
+    head_optimiser: Annotated[
+        SGD,
+        options.check_sgd,
+        "Optimiser of the head's means and scales; its velocity starts anew each round.",
+    ] = SGD(1e-3, momentum=0.9),
     body_optimiser: options.BodyOptimiser = SGD(1e-2, momentum=0.9),
     draws: options.Draws = 5,
     init_scale: Scale = 1.0,
@@ -82,20 +86,20 @@ def pfedvem(
     """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors
     around a common mean.
 
-    Its intervals are too narrow: where the truth is known, nominal 90 % ones of a client's own
-    coefficients hold about three times in four, and less often the longer it trains
+    Its intervals are too narrow: in simulations with known truth, nominal 90 % intervals of a
+    client's own coefficients cover about three times in four, and less often after longer training
     (docs/studies/truth.md).
 
     Args:
         init_scale: Standard deviation of q_j at the start, and of the server's first head. On
-            images the default may kill the body's units in the first round, of which `simulate`
-            warns; 0.1 does not there (docs/studies/long-training.md).
+            images the default may make the body's units inactive in the first round, and `simulate`
+            warns; 0.1 does not (docs/studies/long-training.md).
         scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1
-            + momentum)) of `head_optimiser` at the round's rate, in the head's own units, below
-            which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge, and
-            half of the limit is left to the curvature of the data (docs/derivations/pfedvem.md).
-        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with
-            a tiny rho_j from dominating the centre; None for no prior.
+            + momentum)) of `head_optimiser` at the round's rate, in the head's own units; rho_j
+            never falls below this value. At 1 / sqrt(2) of it, steps towards the centre diverge;
+            half of the limit remains for the curvature of the data (docs/derivations/pfedvem.md).
+        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, so that a client with a
+            tiny rho_j does not dominate the centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or
             after, as in a textbook M step.
 
@@ -120,12 +124,19 @@ def pfedvem(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+        draws=draws,
+    )
     m_step = Once(scales.update)
-    body = Energy("body", BOTH, likelihood="mean")
     body_step = Descend(
-        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+        Energy("body", BOTH, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=body_optimiser,
+        draws=draws,
     )
     return _federated(
         model,
@@ -164,14 +175,13 @@ def pfedvem_held(
     likelihood_scale: options.LikelihoodScale = "sum",
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedVEM under one rho for all clients, which nothing learns, with heads
-    of widths that are held as well.
+    """Federate `model` by pFedVEM with one fixed rho for all clients, and heads of fixed widths.
 
-    It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as
-    `pfedvem` does when it is trained for long. The width was chosen on validation data of MNIST
-    (docs/studies/long-training.md); prior scale and start were not chosen on any. So its intervals
-    are not true: where the truth is known, nominal 90 % ones hold in a third to three quarters of
-    all cases, and nearly as often as they should if `scale_rate=1.0` lets widths be learned
+    It is `pfedmap` with noise of fixed size on the weights of the heads, and does not lose accuracy
+    in long training as `pfedvem` does. The width was chosen on validation data of MNIST
+    (docs/studies/long-training.md); prior scale and start were not tuned. Its intervals do not have
+    nominal coverage: in simulations with known truth, nominal 90 % intervals cover in a third to
+    three quarters of all cases, and nearly nominally if `scale_rate=1.0` learns the widths
     (docs/studies/truth.md).
 
     Args:
@@ -197,11 +207,18 @@ def pfedvem_held(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
-    body = Energy("body", BOTH, likelihood="mean")
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+        draws=draws,
+    )
     body_step = Descend(
-        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+        Energy("body", BOTH, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=body_optimiser,
+        draws=draws,
     )
     return _federated(
         model, head, (e_step,), body_step, beta, likelihood=likelihood, adapt=(e_step,)
@@ -216,7 +233,7 @@ def _federated(
     beta: float,
     **rest: Any,
 ) -> Algorithm:
-    """Return the method of this head, and of a shared body where the model has one."""
+    """Return the method with this head, and with a shared body if the model has one."""
     rest |= {"train": "all", "sampling": "bernoulli", "watch": stability.watch}
     if not has_body(model):
         return Algorithm(model, {"head": head}, fit_head, parts=("head",), **rest)
@@ -229,28 +246,26 @@ def _relaxed(pool: AdditivePool, beta: float) -> AdditivePool:
 
 
 def precision(server: Server, uplink: Uplink) -> Tensor:
-    """Weigh each client by 1 / rho_j^2, [C]."""
+    """Weight each client by 1 / rho_j^2, [C]."""
     return 1 / uplink["rho2"]
 
 
 def summarise(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Keep the geometric mean of the cohort's rho_j^2, with which newcomers begin, and the largest
-    share that one client had.
+    """Keep the geometric mean of the cohort's rho_j^2, the start of new clients, and the largest
+    share of one client.
     """
     weights = precision(server, uplink)
     return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": weights.max() / weights.sum()}
 
 
 def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Start a client never seen from the geometric mean of the cohort's scales, not from
-    `init_scale`.
-    """
+    """Start a new client from the geometric mean of the cohort's scales, not from `init_scale`."""
     return {"rho2": given["log_rho2"].exp()}
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """The clients' rho_j^2: their M step, and the variance of the tie to the centre."""
+    """Compute the clients' rho_j^2: their M step, and the variance of their prior."""
 
     posterior: MeanField
     floor: float
@@ -268,8 +283,8 @@ class _Scales:
         return {"rho2": self._floored(found, given)}
 
     def variance(self, given: Server, view: View) -> Tensor:
-        # Where rho_j was not updated in this round, it may be below the floor: at the start, or
-        # after rounds of smaller rates.
+        # If rho_j was not updated in this round, it may be below the floor: at the start, or after
+        # rounds with smaller rates.
         return self._floored(view["rho2"], given)[..., None]
 
     def _floored(self, rho2: Tensor, given: Server) -> Tensor:

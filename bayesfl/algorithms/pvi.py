@@ -1,5 +1,5 @@
-"""PVI: one Gaussian posterior of the federation, the product of a prior and of a factor for each
-client, which the client refines by variational inference under all others'.
+"""PVI: one Gaussian posterior of the federation, the product of a prior and one factor for each
+client. A client refines its factor by variational inference under all others.
 
 With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
 
@@ -8,12 +8,12 @@ With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
     q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
 
 A fixed point is a stationary point of the evidence bound of all rows together, for any `damping`.
-All clients refine at once, or, in cohorts of one, one after the other.
+All clients refine at once or, with cohorts of one, one after the other.
 
-Factors' precisions stay at 0 or above (`bayesfl.composition.factors`), which the paper does not
-ask. After the first round q_j starts with the mean of q and the client's own last deviations: from
-there a few steps lead towards the maximum, while from its own last mean they lag behind, and q
-diverges. Numbers of steps, and their optimiser, are ours.
+Precisions of factors stay >= 0 (`bayesfl.composition.factors`), which the paper does not require.
+After the first round q_j starts with the mean of q and the client's own last deviations. From there
+a few steps approach the maximum; from the client's own last mean they lag behind, and q diverges.
+Numbers of steps and the optimiser are this library's choices.
 
 Source: Ashman, Bui, Nguyen, Markou, Weller, Swaroop, Turner, "Partitioned variational inference: a
 framework for probabilistic federated learning", 2022, algorithm 1 and the damping after it.
@@ -41,9 +41,9 @@ def pvi(
     init_scale: options.Positive = 0.05,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by PVI: all clients share one Gaussian posterior about all weights.
+    """Federate `model` by PVI: all clients share one Gaussian posterior of all weights.
 
-    Its variances leave out that weights depend on each other, and are too small where they do.
+    Its variances ignore correlations of weights, and are too small if weights are correlated.
 
     Args:
         prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.

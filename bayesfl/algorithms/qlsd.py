@@ -1,20 +1,20 @@
 """QLSD: Langevin chains of one model on the server, driven by gradients that clients quantise.
 
-The server has M chains. With U_j = -log p(D_j | w) + prior_precision / (2 J) |w|^2, J clients of
-whom a cohort of C takes part, and e standard normal, a round takes each chain
+The server has M chains. With U_j = -log p(D_j | w) + prior_precision / (2 J) |w|^2, J clients, a
+cohort of C, and e standard normal, a round moves each chain
 
-    w  <-  w - step J / C sum_j Q(grad U_j(w)) + (2 step)^(1/2) e ,
+    w  <-  w - step J / C sum_j Q(grad U_j(w)) + (2 step)^(1/2) e .
 
-where a client estimates its gradient on `batch_size` examples, and sends, with s levels,
+A client estimates its gradient on `batch_size` examples, and sends, with s levels,
 
     Q(v)_d = |v| sign(v_d) l_d / s,   l_d = floor(s |v_d| / |v|), or one more
 
-with probability s |v_d| / |v| - l_d: whole numbers of one byte, whose mean is v. The paper averages
-over the draws of one chain; here clients predict by the last draws of all chains.
+with probability s |v_d| / |v| - l_d: integers of one byte, and the mean of Q(v) is v. The paper
+averages over the draws of one chain; here clients predict with the last draws of all chains.
 
-Cohorts, batches and quantisation add noise of their own, so that chains are wider than the
-posterior; a smaller `step` makes all of it smaller. The paper's variants with reference gradients,
-QLSD* and QLSD++, which lower this noise, are not here.
+Cohorts, batches and quantisation add noise, so chains are wider than the posterior; a smaller
+`step` reduces all of it. The paper's variants with reference gradients, QLSD* and QLSD++, which
+reduce this noise, are not implemented.
 
 Source: Vono, Plassier, Durmus, Dieuleveut, Moulines, "QLSD: quantised Langevin stochastic dynamics
 for Bayesian federated learning", AISTATS 2022, algorithm 1.
@@ -52,11 +52,11 @@ def qlsd(
     prior_precision: options.Positive = 1.0,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by QLSD: draws from the posterior of one model, of all clients' rows.
+    """Federate `model` by QLSD: draws from the posterior of one model given all clients' rows.
 
     Args:
-        chains: Number M of chains, each of which starts at weights of its own.
-        step: The chains' step. It has to be below 2 over the largest curvature of the sum of all
+        chains: Number M of chains, each with its own initial weights.
+        step: The chains' step. It must be below 2 over the largest curvature of the sum of all
             clients' losses.
         levels: Number s of levels of the quantiser, from 1 to 127.
         batch_size: Number of examples of a gradient; None for all of the client's.

@@ -1,19 +1,19 @@
 """SCAFFOLD: FedAvg whose steps are corrected by control variates, so that the clients' models do
 not drift apart.
 
-The server holds c, each client c_i, both 0 at first. From the model x that it received a client
-takes K steps y <- y - lr (g - c_i + c), and then (the paper's option II)
+The server has c, each client c_i, both initially 0. From the received model x a client makes K
+steps y <- y - lr (g - c_i + c), and then computes (the paper's option II)
 
     c_i+ = c_i - c + (x - y) / (K lr),
 
-the mean of its gradients g. It sends y and c_i+ - c_i. With N clients, of whom S are in the cohort,
-the server makes x <- x + server_lr mean_S (y - x) and c <- c + sum_S (c_i+ - c_i) / N, so that c is
-the mean of all clients' c_i.
+the mean of its gradients g. It sends y and c_i+ - c_i. With N clients and a cohort of S, the server
+computes x <- x + server_lr mean_S (y - x) and c <- c + sum_S (c_i+ - c_i) / N, so c is the mean of
+all clients' c_i.
 
 The correction is linear in the weights, the prior `Tilt`. A weight decay is part of g. In a round
-at rate 0, as of a warm-up, no c_i changes. Clients that join a run that goes on (`start=`) begin
-with c_i = c, so that c stays the mean. Where others have left, all do. Option I of the paper, c_i+
-= the gradient of all of a client's data at x, is not here.
+at rate 0, such as in a warm-up, no c_i changes. Clients that join a continued run (`start=`) begin
+with c_i = c, so c stays the mean; if others have left, all clients begin so. Option I of the paper,
+c_i+ = the gradient of all of a client's data at x, is not implemented.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging
 for federated learning", ICML 2020, algorithm 1 and equations 3 to 5. The paper's server step is 1;
@@ -50,8 +50,8 @@ def scaffold(
     server_lr: options.Positive = 1.0,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by SCAFFOLD: FedAvg with a correction of every step by what the client's
-    gradients lack of the federation's.
+    """Federate `model` by SCAFFOLD: FedAvg with a correction of every step by the difference
+    between the federation's and the client's gradients.
 
     Args:
         server_lr: The server's step size, > 0; 1 is the mean of the clients' models.
@@ -88,7 +88,7 @@ def scaffold(
         likelihood=likelihood,
         server=lambda blocks, clients: {"c": torch.zeros_like(blocks["w"]["loc"])},
         broadcast=("c",),
-        private={"own": lambda given: given["c"]},  # of a new client, so that c stays the mean
+        private={"own": lambda given: given["c"]},  # for a new client, so c stays the mean
         reports={"change": lambda given: torch.zeros_like(given["c"])},
         combine=combine,
         tally=True,
@@ -103,6 +103,6 @@ def correction(given: Server, view: View) -> Tensor:
 
 
 def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Move c by the changes of the cohort's control variates, a share of all clients' mean."""
+    """Move c by the changes of the cohort's control variates, divided by the number of clients."""
     change = uplink["change"].sum(0, dtype=torch.float64) / uplink["clients"]
     return {"c": server["c"] + change.to(server["c"])}

@@ -1,5 +1,5 @@
-"""`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and
-phases (what is trained).
+"""`Algorithm`: a federated method as a value, composed of blocks (posteriors, and which of them are
+sent and kept) and phases (the training).
 """
 
 import importlib
@@ -47,12 +47,12 @@ from bayesfl.models.weights import call_at
 
 @dataclass(frozen=True)
 class Made:
-    """The method from which an algorithm was made, by which a saved run recognises it.
+    """Identify the method that made an algorithm; a saved run recognises it by these fields.
 
     Args:
-        function: The function that makes it.
-        revision: Number that is raised when the method's numbers change under the same options.
-        options: All its options by name, but for the model.
+        function: The function that makes the algorithm.
+        revision: Number that rises when the method's results change under the same options.
+        options: All its options by name, except the model.
     """
 
     function: Callable[..., Any]
@@ -63,8 +63,8 @@ class Made:
 @dataclass(frozen=True)
 @declared
 class Algorithm:
-    """Describe a federated method: its blocks, its phases, and what server and clients hold, send
-    and combine besides the blocks.
+    """Describe a federated method: its blocks, its phases, and further state that server and
+    clients keep, send and combine.
 
     Args:
         model: Architecture and initial weights; copied, never changed. Parameters that no block
@@ -77,17 +77,17 @@ class Algorithm:
         likelihood: Distribution of y given the model's outputs.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry
             with a row for each client is [J, ...].
-        broadcast: Names of `server`'s entries that every client receives besides the blocks; no
-            other entry is sent to everyone.
-        drawn: {name: (generator) -> value} of what the server draws for each round, such as a coin,
-            a mask or a number of steps. Every client receives it, and `combine` reads it in the
-            server's state.
-        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C,
-            ...]; a block named there is not sent to everyone.
-        private: {name: start} of what one client keeps from round to round beyond the blocks.
-        reports: {name: start} of what one client sends beyond the blocks. The start is put into the
-            client's view before each round, and the view's entry after the round is sent; it is
-            kept only where `private` has the name, too. The starts of `private` and `reports` are
+        broadcast: Names of `server`'s entries that every client receives in addition to the blocks;
+            other entries are not sent to everyone.
+        drawn: {name: (generator) -> value} for values that the server draws in each round, such as
+            a coin, a mask or a number of steps. Every client receives them, and `combine` reads
+            them in the server's state.
+        address: (server, ids [C], in any order) -> entries for each of these clients alone, [C,
+            ...]; a block among them is not sent to everyone.
+        private: {name: start} of further entries that a client keeps from round to round.
+        reports: {name: start} of further entries that a client sends. Before each round the view
+            receives the start, and the client sends the view's entry after the round; it keeps the
+            entry only if `private` has the name, too. The starts of `private` and `reports` are
             tensors, numbers, nested mappings of these, or functions (given) -> one of these; those
             of `reports` also `Reported`, with the range of what is sent.
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
@@ -99,25 +99,26 @@ class Algorithm:
             the blocks in `parts`.
         draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the
             mean, or by the predictor's closed form.
-        train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the
-            cohort is then gathered.
-        sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
-        tally: Whether the server holds the mean of what all clients keep: then only clients train
-            whose work is gathered, and where one of an earlier run is gone, all begin as new ones.
-        watch: (algorithm, phase, given, view, batch, client's name) -> {kind: warning} of what a
-            client's training would do, of which a run says each kind once; called before each
-            training phase of rounds 1, 2, 4, 8 and so on with the client of a chunk that has most
-            examples; None for none.
-        made: Of which method of the library it is made; None if it was composed by hand, or changed
-            by `dataclasses.replace`.
+        train: The paper's choice of clients that train: the `cohort`, or `all`, with only the
+            cohort gathered.
+        sampling: The paper's way to draw a cohort: `fixed` or `bernoulli`.
+        tally: Whether the server has the mean of all clients' private state. Then only clients
+            whose work is gathered train, and if a client of an earlier run has left, all start as
+            new ones.
+        watch: (algorithm, phase, given, view, batch, client's name) -> {kind: warning} on a
+            client's training; a run emits each kind once. It is called before each training phase
+            of rounds 1, 2, 4, 8 and so on, for the client of each chunk with the most examples.
+            None for no warnings.
+        made: The library's method that made it; None if it was composed by hand, or changed by
+            `dataclasses.replace`.
 
     Names that `server`, `private` and `reports` add must differ from the blocks' names and contain
     no dot.
 
     Raises:
-        TypeError: `likelihood` is no `Likelihood`.
-        ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
-            reserved or has a dot, or the model cannot be trained here.
+        TypeError: `likelihood` is not a `Likelihood`.
+        ValueError: A pattern matches no parameter, two parts cover one parameter, a name is
+            reserved or contains a dot, or the model cannot be trained.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)
@@ -160,7 +161,12 @@ class Algorithm:
             "build one, as Categorical(), or one with task, width, nll, nll_and_slope, predictive",
         )
         refuse_impure(self.model)
-        _check_composed(self)
+        _check_tied(self.model, self.blocks)
+        for what in ("blocks", "private", "reports"):
+            entries = getattr(self, what)
+            flatten(entries)  # raises for a name with a dot
+            blocks = () if what == "blocks" else self.blocks
+            _refuse_taken(what, entries, (*blocks, *RESERVED))
         object.__setattr__(self, "model", copied(self.model))
         object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
         object.__setattr__(
@@ -171,8 +177,8 @@ class Algorithm:
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(
-                f"parts {self.parts} have copies, so a predictor must say how they predict "
-                "together, as predictors.Mixture()"
+                f"parts {self.parts} have copies, so the method needs a predictor that combines "
+                "them, such as predictors.Mixture()"
             )
         for part in (
             *self.phases,
@@ -183,7 +189,7 @@ class Algorithm:
             part.check(self)
 
     def described_as(self) -> dict[str, Any]:
-        """Return the description by which a saved run recognises the method, see
+        """Return the description from which a saved run recognises the method, see
         `bayesfl.base.described`: name and options, or the fields, without those at their defaults.
         """
         if self.made is None:
@@ -212,8 +218,8 @@ class Algorithm:
         return {"method": name, "revision": self.made.revision, name: options, **whose}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a method of the library as its function, options and model, and another one as its
-        fields, whose functions pickle has to find by their names.
+        """Pickle a method of the library as its function, options and model; any other as its
+        fields, whose functions pickle finds by name.
         """
         if self.made is None:
             held = {
@@ -233,11 +239,11 @@ class Algorithm:
         return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
 
     def check_parts(self, parts: Iterable[str]) -> None:
-        """Check that `parts` claim each parameter at most once.
+        """Check that `parts` cover each parameter at most once.
 
         Raises:
             KeyError: A part is not a block.
-            ValueError: Two parts claim one parameter, or the parts differ in their number of
+            ValueError: Two parts cover one parameter, or the parts differ in their number of
                 copies.
         """
         owner: dict[str, str] = {}
@@ -259,19 +265,17 @@ class Algorithm:
             )
 
     def layout(self, block: str) -> Layout:
-        """Return which parameters a block covers, and how its vector is laid out."""
+        """Return the parameters that a block covers, and the layout of its vector."""
         return self.__dict__["_layouts"][block]
 
     def copies(self, parts: Iterable[str]) -> int | None:
-        """Return the number M of copies that blocks with `copies` among `parts` have, None if no
-        part has copies.
-        """
+        """Return the number M of copies of the blocks `parts`; None if no part has copies."""
         found = {block.copies for block in (self.blocks[part] for part in parts) if block.copies}
         return found.pop() if found else None
 
     def shared_parts(self) -> tuple[str, ...] | None:
-        """Return the blocks of one global model: `parts`, or else all that the server holds if they
-        cover the same once; else None.
+        """Return the blocks of one global model: `parts`, or all blocks on the server if they cover
+        the same parameters once; otherwise None.
         """
         if not any(self.blocks[name].private for name in self.parts):
             return self.parts if self.copies(self.parts) is None else None
@@ -292,16 +296,17 @@ class Algorithm:
     def trains(
         self, train: Literal["cohort", "all"] | None, participation: float
     ) -> Literal["cohort", "all"]:
-        """Return who trains in a run: `train`, or the method's default for None.
+        """Return which clients train in a run: `train`, or the method's default for None.
 
         Raises:
-            ValueError: Clients would train whose work is not gathered, and the method needs it.
+            ValueError: Clients whose work is not gathered would train, and the method needs that
+                work.
         """
         if self.tally and train == "all" and participation < 1:
             raise ValueError(
-                f"train='all' with participation={participation:g} changes what clients keep, of "
-                "which the server holds the mean, and gathers only a part of it: leave train out, "
-                "or take participation=1"
+                f"train='all' with participation={participation:g} changes the private state of "
+                "all clients, whose mean the server has, and gathers only a part of the changes: "
+                "leave train out, or pass participation=1"
             )
         return train or self.train
 
@@ -311,29 +316,30 @@ class Algorithm:
         """Return this thread's own copy of the model, in the precision and on the device of `like`;
         the copy may be overwritten.
 
-        It is in evaluation mode, or, to `train`, in the modes in which the model was given.
+        It is in evaluation mode; with `train`, it has the modes of the given model.
         """
         return own_copy(self.model, like, train=train)
 
     def trial(self, split: ClientData) -> Trial:
-        """Return what the network does on some rows of a split, which is tried once in a process.
+        """Return the result of a trial of the network on some rows of a split, made once in a
+        process.
 
         Raises:
-            ValueError: The network does not take the rows, or is refused, see `models.trial`.
+            ValueError: The network does not accept the rows, or is rejected, see `models.trial`.
         """
         x = each(Tensor.cpu, split.take(split.index[:ROWS]))
         return tried(self.model, x, torch.empty(0, dtype=split.dtype))
 
     def whole(self, parts: Iterable[str]) -> tuple[str, ...]:
-        """Return the parts and the blocks of their norms' buffers, which go wherever they go."""
+        """Return the parts, each followed by the block of its norms' buffers."""
         found = dict.fromkeys(name for part in parts for name in (part, part + buffers.SUFFIX))
         return tuple(name for name in found if name in self.blocks)
 
     def leaves(
         self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return parameters by name, [..., *shape]: a draw from each part's belief where there is
-        noise [..., D], else its mean.
+        """Return parameters by name, [..., *shape]: a draw from each part's posterior if there is
+        noise [..., D], otherwise its mean.
         """
         noise = noise or {}
         return {
@@ -388,7 +394,7 @@ class Algorithm:
         noise: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Compute `losses` [B] of one client at its weights, or at one draw from noise [D]; [M, B]
-        where a part has M copies.
+        if a part has M copies.
         """
         parts, noise = self.whole(parts), noise or {}
         count = self.copies(parts)
@@ -406,20 +412,20 @@ class Algorithm:
         )
 
     def noise_size(self, block: str) -> int:
-        """Return how many standard normals one draw of a block takes, all its copies together."""
+        """Return the number of standard normals for one draw of a block with all its copies."""
         this = self.blocks[block]
         return (this.copies or 1) * this.posterior.noise_size(self.layout(block).size)
 
     def noise_of_copies(self, block: str, noise: Tensor) -> Tensor:
-        """Reshape the standard normals [..., `noise_size`] of a draw to [..., M, size] where the
-        block has M copies.
+        """Reshape the standard normals [..., `noise_size`] of a draw to [..., M, size] if the block
+        has M copies.
         """
         count = self.blocks[block].copies
         return noise if count is None else noise.unflatten(-1, (count, -1))
 
     def of_copy(self, parts: Iterable[str], view: View, copy: int) -> View:
-        """Return a client's view in which the blocks of `parts` that have copies hold one of these
-        alone, as a block without copies.
+        """Return a client's view with only one copy of each block of `parts`, as for blocks without
+        copies.
         """
         return view | {
             part: tree_map(lambda t: t[copy], view[part])
@@ -428,8 +434,8 @@ class Algorithm:
         }
 
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
-        """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a
-        point, its energy -log p.
+        """Compute KL(q || prior) [...] of a block's posterior in nats, summed over its copies; for
+        a point, the energy -log p.
         """
         this = self.blocks[block]
         found = this.prior.energy(
@@ -437,7 +443,7 @@ class Algorithm:
         ) - this.posterior.entropy(belief)
         return found if this.copies is None else found.sum(-1)
 
-    # The server's state, the clients' views, and what travels between them
+    # The server's state, the clients' views, and the messages between them
 
     def init(
         self,
@@ -447,8 +453,8 @@ class Algorithm:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Server:
-        """Return the server's state before the first round: blocks by the tensors that travel
-        (private ones by their centre), and more.
+        """Return the server's state before the first round: the sent tensors of blocks (for private
+        ones the centre), and further entries.
         """
         covered = {name for block in self.blocks for name in self.layout(block).names}
         weights = {name: t for name, t in buffers.tensors_of(self.model).items() if name in covered}
@@ -485,12 +491,12 @@ class Algorithm:
         return server | self._more("drawn", values, like)
 
     def free(self, clients: int) -> Mapping[str, int]:
-        """Return the dotted names of the server's tensors whose first axes may change their
-        lengths, and how many axes.
+        """Return the dotted names of the server's tensors whose first axes may change in length,
+        with the number of such axes.
 
-        One axis is free beyond the blocks, as of models of clusters, where the shape does not
-        depend on the number of clients: it is the same for one client more. Of a `Mixed` pool's
-        entry those are free that are a round's cohort.
+        One axis is free for entries other than blocks, such as models of clusters, if the shape
+        does not depend on the number of clients. In a `Mixed` pool's entry the axes of a round's
+        cohort are free.
         """
         kept = self.__dict__.setdefault("_free", {})
         if clients not in kept:
@@ -509,16 +515,15 @@ class Algorithm:
         return kept[clients]
 
     def newcomers(self, server: Server, clients: int) -> Server:
-        """Return the server's state as `clients` never seen in training meet it.
+        """Return the server's state for `clients` never seen in training.
 
-        What the server has learnt stays. An entry whose shape depends on the number of clients
-        belongs to the clients that trained; `server` makes it anew from the blocks as they are now,
-        as at the start of a run. A block with a `Mixed` pool has no model for new clients: they
-        receive the mean.
+        Learnt entries stay. If an entry's shape depends on the number of clients, it belongs to the
+        clients that trained, and `server` recomputes it from the present blocks, as at the start of
+        a run. A block with a `Mixed` pool has no model for new clients: they receive the mean.
         """
         mixed = self._mixed
         blocks = {
-            name: mixed[name].newcomers(server[name]) if name in mixed else server[name]
+            name: mixed[name].start(server[name], 0) if name in mixed else server[name]
             for name in self.blocks
         }
         like = next(iter(blocks.values()))["loc"]
@@ -538,7 +543,7 @@ class Algorithm:
         )
 
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating
+        """Convert a method's further entries to tensors on the device of `like`; floating-point
         ones in its precision.
         """
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
@@ -555,8 +560,8 @@ class Algorithm:
         return self._more(what, made, like)
 
     def centre(self, block: str, server: Server) -> Tensors:
-        """Return the belief given by the server's entry of a block, for a `Mixed` pool the mean
-        over clients; may alias it.
+        """Return the posterior from the server's entry of a block, for a `Mixed` pool the mean over
+        clients; may alias it.
         """
         return self.belief(block, self._entry(block, server))
 
@@ -567,7 +572,7 @@ class Algorithm:
         }
 
     def _entry(self, block: str, server: Server) -> Tensors:
-        """Return the server's entry of a block without what it holds for single clients."""
+        """Return the server's entry of a block without the tensors for single clients."""
         return {
             key: t
             for key, t in server[block].items()
@@ -575,11 +580,11 @@ class Algorithm:
         }
 
     def share(self, server: Server, ids: Tensor) -> tuple[Server, View]:
-        """Return what the server sends: the part that every client receives, and the part addressed
-        to each of `ids` [C], [C, ...].
+        """Return the server's messages: the part for every client, and the part addressed to each
+        of `ids` [C], [C, ...].
 
-        Everyone receives each block that is not private, unless it is addressed to single clients,
-        the entries that `broadcast` names, and what is drawn.
+        Every client receives each block that is not private, unless it is addressed to single
+        clients, the entries in `broadcast`, and the round's draws.
         """
         addressed = {
             name: {"loc": server[name]["each"][ids]}
@@ -591,7 +596,7 @@ class Algorithm:
         if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
             raise ValueError(
                 f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index "
-                "what the server holds by them"
+                "the server's tensors by them"
             )
         addressed |= own
         common = {
@@ -602,23 +607,23 @@ class Algorithm:
         return common | {name: server[name] for name in (*self.broadcast, *self.drawn)}, addressed
 
     def to_one(self, server: Server) -> tuple[Server, View]:
-        """Return what leaves the server for client 0 alone, see `share`; for shapes and starts."""
+        """Return the messages to client 0 alone, see `share`; for shapes and starts."""
         return self.share(server, torch.zeros(1, dtype=torch.long))
 
     def given(self, common: Server, round: int, rounds: int) -> Server:
-        """Return what every client receives after `round` rounds, with the keys "round", from 1,
-        and "rounds".
+        """Return the entries that every client receives after `round` rounds, with the keys
+        "round", from 1, and "rounds".
         """
         # Fine-tuning and adaptation after the last round use the learning rate of the last round.
         return common | {"round": min(round + 1, max(rounds, 1)), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
-        """Return a client's belief about a block, made from the server's entry; may alias it."""
+        """Return a client's posterior of a block, made from the server's entry; may alias it."""
         return {**self.blocks[block].posterior.init(entry["loc"]), **entry}
 
     def rows(self, server: Server) -> View:
-        """Return one client's private state at its start: the blocks it keeps, what phases keep,
-        and what `private` names.
+        """Return one client's private state at its start: its kept blocks, the state of phases, and
+        the entries of `private`.
         """
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
@@ -651,7 +656,7 @@ class Algorithm:
         )
 
     def sent(self, view: View) -> dict[str, Tensors]:
-        """Return what pools gather from a view: each block's tensors that travel."""
+        """Return the tensors that pools gather from a view, by block."""
         return {
             name: {key: view[name][key] for key in block.pool.sends}
             for name, block in self.blocks.items()
@@ -659,11 +664,11 @@ class Algorithm:
         }
 
     def reported(self, view: View) -> Uplink:
-        """Return what a client sends beyond the blocks, from its view after a round."""
+        """Return the further entries that a client sends, from its view after a round."""
         return {name: view[name] for name in self.reports if name in view}
 
     def check_reported(self, started: View, ended: View) -> None:
-        """Check that the entries sent beyond the blocks still have the declared shapes and dtypes.
+        """Check that a client's reports still have the declared shapes and dtypes.
 
         Args:
             started: A view at the start of a round, which has the declared shapes and dtypes.
@@ -683,13 +688,13 @@ class Algorithm:
             one, other = before.get(name, "nothing"), after.get(name, "nothing")
             if one != other:
                 raise ValueError(
-                    f"`reports` declares {name!r} as {one}, a phase leaves {other}; give `reports` "
-                    "a start of what is sent"
+                    f"`reports` declares {name!r} as {one}, but a phase returns {other}; give "
+                    "`reports` a start of that form"
                 )
 
     def uplink(self, server: Server) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which
-        the server has from the start.
+        """Return name, shape and dtype of every tensor that a client sends, without "n", which the
+        server has from the start.
 
         Args:
             server: The server's state, as `init` starts it.
@@ -707,7 +712,7 @@ class Algorithm:
 
 
 def _made_again(module: str, name: str, model: nn.Module, options: dict[str, Any]) -> Algorithm:
-    """Return an algorithm made by the function of this name, as pickle found it."""
+    """Return an algorithm made by the function of this name; used by pickle."""
     function = operator.attrgetter(name)(importlib.import_module(module))
     bound = inspect.signature(function).bind_partial()
     unset = [key for key in inspect.signature(function).parameters if key not in options]
@@ -721,21 +726,6 @@ def _placed(value: Any, like: Tensor) -> Tensor:
     """
     t = torch.as_tensor(value)
     return t.to(like) if t.is_floating_point() else t.to(like.device)
-
-
-def _check_composed(algorithm: Algorithm) -> None:
-    """Check that the names an algorithm uses are free.
-
-    Raises:
-        ValueError: A block covers a tied parameter by some of its names only, or a name is
-            reserved, has a dot, or stands twice.
-    """
-    _check_tied(algorithm.model, algorithm.blocks)
-    flatten(algorithm.blocks)
-    _refuse_taken("blocks", algorithm.blocks, RESERVED)
-    for name in ("private", "reports"):
-        flatten(getattr(algorithm, name))
-        _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
@@ -762,6 +752,6 @@ def _refuse_taken(what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> N
     """
     if clash := sorted(set(tree) & set(taken)):
         raise ValueError(
-            f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose "
-            "others"
+            f"`{what}` has the names {clash}, which blocks use or which are reserved {RESERVED}; "
+            "choose others"
         )

@@ -1,5 +1,5 @@
-"""`Block`: one part of a model, with the belief about it, the prior that ties it to the federation,
-and how it is sent and kept.
+"""`Block`: one part of a model, with its posterior, the prior that links it to the federation, and
+the rules by which it is sent and kept.
 """
 
 from collections.abc import Callable
@@ -45,15 +45,15 @@ class Block:
         pattern: Shell-style pattern over the model's parameter names, such as `head.*`; a tuple
             joins several, and `!*.bias` takes out. Frozen parameters (`requires_grad=False`) are in
             no block.
-        posterior: Family of a client's belief about these parameters.
-        prior: Prior that ties that belief to the federation; by default none.
-        pool: Rule by which the server gathers the block; None if it never leaves the client.
+        posterior: Family of a client's posterior of these parameters.
+        prior: Prior that links the posterior to the federation; by default none.
+        pool: Rule by which the server aggregates the block; None if it never leaves the client.
         keep: Whether the client keeps its own state between rounds.
         start: Initial weights: `module` for the model's own, or a function (generator, D) -> [D]
             that draws them.
-        copies: M if every client has M copies of the block, as the components of a mixture. Its
-            tensors are then [..., M, D], each copy has its own start, and an energy's weight gives
-            the factor of each example for each copy, [..., M, B].
+        copies: M if every client has M copies of the block, such as the components of a mixture.
+            Tensors are then [..., M, D], each copy has its own start, and an energy's weight is a
+            factor of each example for each copy, [..., M, B].
 
     Raises:
         ValueError: Several copies would have the same start.

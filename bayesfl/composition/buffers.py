@@ -1,5 +1,5 @@
-"""Statistics of norms as blocks: beside each block that covers a norm stands one of the norm's
-buffers, sent and kept as that block is.
+"""Statistics of norms as blocks: each block that covers a norm has a block of the norm's buffers,
+sent and kept in the same way.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ SUFFIX = "_buffers"
 
 @dataclass(frozen=True)
 class Buffers(Block):
-    """A block of the running statistics of norms, which `Algorithm` adds; forward passes in
-    training move it, no optimiser does.
+    """Hold the running statistics of norms; `Algorithm` adds such blocks. Forward passes in
+    training change them, optimisers do not.
     """
 
 
 def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Block]:
-    """Return the blocks with one of buffers beside each that covers a norm with statistics in
-    training; others of buffers are dropped.
+    """Return the blocks, with a block of buffers for each that covers a norm with statistics in
+    training; earlier blocks of buffers are dropped.
 
-    A norm is covered by the block that covers its weight or bias; one without trainable parameters
-    by the block whose pattern fits its name, or the names of its buffers.
+    A norm belongs to the block that covers its weight or bias. A norm without trainable parameters
+    belongs to the block whose pattern matches its name or its buffers' names.
 
     Raises:
-        ValueError: A norm without trainable parameters is covered by no block, or a block with
-            norms has a pool that mixes the clients.
+        ValueError: A norm without trainable parameters belongs to no block, or a block with norms
+            has a pool that mixes the clients.
     """
     plain = {name: block for name, block in blocks.items() if not isinstance(block, Buffers)}
     found: dict[str, list[str]] = {}
@@ -47,18 +47,15 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
             if any(covers(block.pattern, one) for one in names)
         ]
         if not owners:
-            for block in plain.values():
-                # Raises where a pattern fits nothing, as of a body that the model has not.
-                Layout(model, block.pattern)
             raise ValueError(
-                f"no block covers the norm {norm!r}, whose statistics would be the start's; widen "
-                "a block's pattern, or put it in eval mode"
+                f"no block covers the norm {norm!r}, so its statistics would never change; widen a "
+                "block's pattern, or put it in eval mode"
             )
-        for name in owners:
-            if all(covers(plain[name].pattern, one) for one in own):
-                continue
+        if torn := [
+            name for name in owners if not all(covers(plain[name].pattern, one) for one in own)
+        ]:
             raise ValueError(
-                f"block {name!r} covers some of {own}, the parameters of the norm {norm!r}, and "
+                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and "
                 "not all, so that its statistics would have several owners; let one block's "
                 "pattern cover them all"
             )

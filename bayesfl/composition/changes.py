@@ -1,4 +1,6 @@
-"""Changes of a method: an optimiser on the server, and personal models beside the common one."""
+"""Changes of a method: an optimiser on the server, and personal models in addition to the common
+one.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,22 +29,22 @@ def with_server_optimiser(
 
         w <- update(w, w - pooled)
 
-    is the step for every block that is gathered. Statistics of norms stay as pooled, since a step
-    of Adam could take a variance below 0. `SGD(1.0)` gives the method itself. Where clients take
-    one plain gradient step of rate 1, the gradient is that of their objectives' mean under the
-    pool's weights. With weights n_j / n, mean losses and everyone taking part, this is the mean
-    loss of all data together; a penalty is averaged in the same way, not added up, see
+    is the step for every block that is gathered. Statistics of norms stay as pooled, because a step
+    of Adam could make a variance negative. `SGD(1.0)` gives the method itself. If clients take one
+    plain gradient step of rate 1, the gradient is that of the mean of their objectives under the
+    pool's weights. With weights n_j / n, mean losses and all clients in the cohort, that is the
+    mean loss of all data together. A penalty is averaged in the same way, not summed, see
     `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; its own `combine` changes the blocks first.
-        optimiser: One of `bayesfl.optim`. Its state, and the blocks as they were sent out, stay on
-            the server.
+        optimiser: One of `bayesfl.optim`. Its state and the blocks before the round stay on the
+            server.
 
     Raises:
         ValueError: At the start of a run: the method already has an optimiser on the server, or
-            sends clients or clusters different models (D-FedEM, FedPAC, clustered FL), which a step
-            on the gathered block would not change.
+            sends different models to clients or clusters (D-FedEM, FedPAC, clustered FL); a step on
+            the gathered block would not change these.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
@@ -71,8 +73,8 @@ def with_server_optimiser(
         common, addressed = algorithm.to_one({**blocks, **own})
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
-                "an optimiser on the server steps what is sent to everyone alike, and of this "
-                f"method {apart} are not: some clients get others; leave the optimiser out"
+                "an optimiser on the server changes blocks that all clients receive, but this "
+                f"method sends different {apart} to some clients; leave the optimiser out"
             )
         return {**own, OPTIMISER_STATE: kept(now, optimiser.init(now))}
 
@@ -97,11 +99,12 @@ def with_personal(
     restart: bool = False,
     adapt: tuple[Phase | Repeat, ...] | None = None,
 ) -> Algorithm:
-    """Give every client a personal model beside the method's, trained by `phases` after the
+    """Give every client a personal model in addition to the method's, trained by `phases` after the
     method's own; clients predict with it.
 
-    The new block has the name that the phases' energies give it, covers what the method's predictor
-    covers, stays on the client, and is kept from round to round. The method itself is not affected.
+    The new block has the name in the phases' energies, covers the parameters of the method's
+    predictor, stays on the client, and is kept from round to round. The method itself does not
+    change.
 
     Args:
         method: The method that trains the model that everyone receives.
@@ -109,10 +112,9 @@ def with_personal(
             likelihood="mean"))`.
         prior: Prior of the personal model, as `Normal(centre=server_mean("w"),
             variance=inverse_size(lam))`; by default none.
-        restart: Whether the personal model starts each round anew from the model received in that
-            round.
-        adapt: Phases of a client that joins later, which start from the model that it receives;
-            `phases` where None.
+        restart: Whether the personal model starts each round from the model received in that round.
+        adapt: Phases of a client that joins later, from the model that it receives; None for
+            `phases`.
 
     Returns:
         The method with one more block.
@@ -140,16 +142,15 @@ def with_personal(
     (name,) = names
     if method.finetune or method.predictor is not None:
         raise ValueError(
-            "the method fine-tunes its model, or predicts by a predictor, neither of which a "
-            "personal model would do; take a method without, as dataclasses.replace(method, "
-            "finetune=(), predictor=None)"
+            "the method fine-tunes its model, or has a predictor, and a personal model would use "
+            "neither; remove them by dataclasses.replace(method, finetune=(), predictor=None)"
         )
     shared = method.shared_parts()
     common, _ = method.to_one(method.init(1))
     if shared is None or not all(part in common for part in shared):
         raise ValueError(
-            f"the method {method!r} sends no single model to everyone, to which a personal one "
-            "could be tied or start from"
+            f"the method {method!r} sends no single model to all clients, from which personal "
+            "models could start"
         )
     pattern = method.blocks[method.parts[0]].pattern if len(method.parts) == 1 else "*"
     block = Block(pattern, prior=prior, pool=None, keep=True)
@@ -174,13 +175,13 @@ def with_personal(
         p for part in method.parts for p in method.layout(part).names
     }:
         raise ValueError(
-            f"parts {method.parts} leave out some parameters of the model, and no one pattern "
-            "covers what they have"
+            f"parts {method.parts} leave out some parameters of the model, and no single pattern "
+            "covers the others"
         )
     return made
 
 
 def _new_blocks(method: Algorithm, phases: Iterable[Phase | Repeat]) -> list[str]:
-    """Return the blocks that phases train and the method does not have, each once."""
+    """Return the blocks that phases train and that the method does not have, each once."""
     named = dict.fromkeys(name for phase in phases for name in trained(phase))
     return [name for name in named if name not in method.blocks]

@@ -1,5 +1,5 @@
-"""`Energy`: the objective of a phase, the expected loss of the data plus the divergence of beliefs
-from their priors.
+"""`Energy`: the objective of a phase, the expected loss of the data plus the divergence of
+posteriors from their priors.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,9 @@ Penalty: TypeAlias = Callable[[Tensor | None, Tensor, Tensor, Batch, Server, Vie
 """Term added to a batch's loss: (features, outputs, losses, batch, given, view) -> [...], for one
 client or many. `features` [..., B, F] are the inputs of the head of a `bf.models.SplitModel`, None
 for other models; `outputs` are [..., B, O], `losses` the negative log likelihoods [..., B].
-Gradients flow through these three; padding has batch["weight"] 0. Where the energy has `at`,
-batch["at"] holds an `Elsewhere` for each of its names."""
+Gradients flow through these three; padding has batch["weight"] 0. If the energy has `at`,
+batch["at"] has an `Elsewhere` for each of its names.
+"""
 OtherWeights: TypeAlias = Callable[[Algorithm, Server, View], Mapping[str, Tensor]]
 """Other weights of the network, all of them, for one client or many: (algorithm, given, view) ->
 parameters and buffers by name, [..., *shape], as `algorithm.leaves(("w",), given)` of the model
@@ -31,8 +32,8 @@ that was received, or `algorithm.leaves(("teacher",), view)` of another block.""
 
 
 class Elsewhere(NamedTuple):
-    """Hold what the network gives for a batch at other weights, in evaluation mode; constants,
-    through which no gradient flows.
+    """Hold the network's results for a batch at other weights, in evaluation mode; no gradient
+    flows through them.
 
     Args:
         features: Inputs of the head of a `bf.models.SplitModel` [..., B, F]; None for other models.
@@ -44,8 +45,8 @@ class Elsewhere(NamedTuple):
 
 
 def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
-    """Return each example's weight 1 / n_j [..., 1], which turns a sum over the data into their
-    mean while the KL is kept whole.
+    """Return each example's weight 1 / n_j [..., 1]; it turns the sum over the data into their mean
+    and leaves the KL unchanged.
     """
     return 1 / view["n"].unsqueeze(-1)
 
@@ -66,10 +67,10 @@ class Energy:
     Priors, weights and `at` read the view as it was when the phase began, the trained blocks
     included: they are constant during the phase.
 
-    In production `bayesfl.engine.descent` computes the slopes of a plain energy itself, of
-    `shares`, `scales` and `penalty`; `loss` and `__call__` are what the reference kernel
-    differentiates, and vmap where a subclass of this or of `Descend` has them run (see
-    `bayesfl.composition.phases.by_algebra`), and against them the others are tested.
+    Kernels other than `reference` compute the slopes of a plain energy from `shares`, `scales` and
+    `penalty`, in `bayesfl.engine.descent`. The reference kernel differentiates `__call__`; so does
+    vmap for a subclass of this class or of `Descend` (see `bayesfl.composition.phases.by_algebra`).
+    Tests compare the two.
 
     Args:
         block: Name of the trained block, or names of several; their KL divergences are added.
@@ -81,13 +82,14 @@ class Energy:
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
         penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no
             part may then draw or have copies.
-        at: {name: weights} of other weights of the network at which the penalty wants its features
-            and outputs, see `OtherWeights`: kernels compute them for many clients at once.
-        kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is
-            colder than Bayes' rule makes it, as if each example counted 1 / kl_weight times, and
-            the energy is no longer an evidence bound.
-        trains: Number of a block's copies that `weight` leaves to a client, as 1 where each client
-            has a cluster; None for all. Budgets count these.
+        at: {name: weights} of other weights of the network, see `OtherWeights`. Kernels compute the
+            network's features and outputs there for many clients at once, and the penalty reads
+            them.
+        kl_weight: Factor of the KL, >= 0. A factor other than 1 tempers the posterior, and the
+            energy is then no evidence bound. Below 1 the posterior is colder, as if each example
+            counted 1 / kl_weight times.
+        trains: Number of a block's copies that a client trains under `weight`, such as 1 if each
+            client has one cluster; None for all. Budgets count these copies.
 
     Example:
         >>> fit = bf.Energy("head", ("body", "head"), likelihood="mean")
@@ -148,11 +150,11 @@ class Energy:
         """Compute the loss term of one client over a batch, and the weighted mean negative log
         likelihood in it; scalars, in nats.
 
-        The first is what `likelihood` scales: the second plus the penalty.
+        The first is the second plus the penalty, and `likelihood` scales it.
 
         Args:
             algorithm: The algorithm that has these blocks.
-            beliefs: Beliefs about the trained blocks; the others are read from `view`.
+            beliefs: Posteriors of the trained blocks; the others are read from `view`.
             given: The entries that every client received this round.
             view: The client's view at the start of the phase.
             batch: Examples of the client.
@@ -197,7 +199,7 @@ class Energy:
         noise: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Compute the energy of one client over a batch, and its mean negative log likelihood; both
-        scalars. Arguments as of `loss`.
+        scalars. See `loss` for the arguments.
         """
         loss, nll = self.loss(algorithm, beliefs, given, view, batch, noise)
         scale, weight = self.scales(view["n"])

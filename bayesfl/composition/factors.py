@@ -1,16 +1,16 @@
-"""Factors: a posterior of the federation that is the product of a prior and of a factor for each
-client, which the client keeps and replaces.
+"""Factors: the federation's posterior as the product of a prior and one factor for each client. A
+client keeps its factor and replaces it.
 
     q(w) = N(0, 1 / precision) prod_j t_j(w),
 
-with all Gaussians diagonal. A client refines its factor against its cavity q / t_j, which is the
-prior times all other clients' factors. The server's q is multiplied by what the cohort's factors
-have changed, so that it stays the product. How a client finds q_j, its posterior with the cavity as
-prior, makes the method: by variational inference (`bf.algorithms.pvi`), or by a Laplace
-approximation, which is expectation propagation (`bf.algorithms.fedep`).
+with all Gaussians diagonal. A client refines its factor given its cavity q / t_j, the prior times
+all other clients' factors. The server multiplies q by the changes of the cohort's factors, so q
+stays the product. Methods differ in how a client finds q_j, its posterior with the cavity as prior:
+`bf.algorithms.pvi` by variational inference, `bf.algorithms.fedep` by a Laplace approximation, as
+in expectation propagation.
 
-Factors' precisions are kept at 0 or above, so that every cavity has a density, and a round of many
-clients never leaves a negative precision.
+Precisions of factors stay >= 0. Every cavity then has a density, and a round of many clients never
+leaves a negative precision.
 
 Source: Bui, Nguyen, Swaroop, Turner, "Partitioned variational inference: a unified framework
 encompassing federated and continual learning", 2018.
@@ -37,7 +37,7 @@ class Factors:
     """Declare the posterior `block` of a federation, and the `factor` that each client keeps.
 
     Args:
-        block: Name of the block, whose belief about all weights is q.
+        block: Name of the block; its posterior of all weights is q.
         precision: Precision of the prior N(0, 1 / precision) of every weight.
 
     Example:
@@ -55,7 +55,7 @@ class Factors:
 
     @property
     def posterior(self) -> MeanField:
-        """Return the family of q, whose start is the prior."""
+        """Return the family of q, which starts at the prior."""
         return MeanField(init_scale=self.precision**-0.5)
 
     @property
@@ -70,7 +70,7 @@ class Factors:
 
     @property
     def private(self) -> dict[str, Any]:
-        """Return what each client keeps, for `Algorithm(private=...)`."""
+        """Return the entries that each client keeps, for `Algorithm(private=...)`."""
         return {"factor": self._none}
 
     @property
@@ -81,18 +81,18 @@ class Factors:
     def cavity(self, view: View) -> tuple[Tensor, Tensor]:
         """Return the precision of q / t_j, and the precision times its mean, [..., D]."""
         precision, weighted = self.posterior.natural(view[self.block])
-        # The difference is below the prior's precision by rounding alone.
+        # Only rounding can bring the difference below the prior's precision.
         others = (precision - view["factor"]["precision"]).clamp_min(self.precision)
         return others, weighted - view["factor"]["weighted"]
 
     def refined(self, given: Server, view: View, precision: Tensor, weighted: Tensor) -> View:
-        """Return a client's new factor, and what q becomes by it, as entries of its view.
+        """Return a client's new factor, and q with this factor, as entries of its view.
 
         Args:
-            given: What every client received.
-            view: The view, with q as it was received and the old factor.
+            given: Entries that every client received.
+            view: The view, with the received q and the old factor.
             precision: Precision of q_j, the client's posterior under the cavity, [..., D].
-            weighted: That times the mean of q_j, [..., D].
+            weighted: The precision times the mean of q_j, [..., D].
         """
         others, pull = self.cavity(view)
         old, share = view["factor"], given["damping"]
@@ -104,12 +104,12 @@ class Factors:
         return {self.block: q, "factor": factor}
 
     def without(self, q: Tensors, factor: Tensors) -> Tensors:
-        """Return q without a client's factor: the federation's posterior without that client, but
-        for what the others' factors have learnt from it.
+        """Return q without a client's factor: the federation's posterior without this client. The
+        others' factors may still depend on its data.
 
         Args:
             q: The federation's posterior, as `result.server["w"]`.
-            factor: The client's, as `result.private["factor"]` has it in the client's row.
+            factor: The client's factor, its row of `result.private["factor"]`.
         """
         return self.posterior.of_natural(*self.cavity({self.block: q, "factor": factor}))
 

@@ -1,14 +1,14 @@
-"""Invariant learning: predictors that hold in every environment of a client's data, with the parts
-of IRM's and GroupDRO's objectives.
+"""Invariant learning: predictors that are optimal in every environment of a client's data, with the
+parts of IRM's and GroupDRO's objectives.
 
-An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e =
-d/ds R_e(s outputs) at s = 1 is the slope of that loss as the outputs are scaled. A predictor whose
-outputs are optimally scaled in every environment has all g_e = 0.
+An environment is a set of examples measured under the same conditions. R_e is its mean loss, and
+g_e = d/ds R_e(s outputs) at s = 1 is the slope of that loss in the scale of the outputs. If outputs
+are optimally scaled in every environment, all g_e are 0.
 
     IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c
     GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
 
-with c = max(1, gamma_t). The data record which environment an example is from (`environments` of
+with c = max(1, gamma_t). The data contain each example's environment (`environments` of
 `bf.data.from_arrays`, or `clients.as_environments()`).
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
@@ -41,7 +41,7 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
 
     Args:
         likelihood: Distribution of y given the outputs.
-        outputs: Outputs of the network, [..., B, O], or [..., B, T, O] where an example has several
+        outputs: Outputs of the network, [..., B, O], or [..., B, T, O] if an example has several
             labels.
         y: Labels [..., B] or [..., B, T], or targets [..., B, O].
 
@@ -55,7 +55,7 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
         tensor([-0.2384])
     """
 
-    # jvp will not do, as torch's forward mode has one level for all threads; nor will
+    # jvp is not possible, because torch's forward mode has one level for all threads; nor is
     # nll_and_slope, which works in place.
     def total(scaled: Tensor) -> tuple[Tensor, Tensor]:
         losses = likelihood.nll(scaled, y)
@@ -66,8 +66,8 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def members(batch: Batch) -> Tensor:
-    """Return which of E environments each example of a batch belongs to, as rows of 0 and 1, [...,
-    B, E]; rows of padding are 0.
+    """Return the environment of each example of a batch, among E, as rows of 0 and 1, [..., B, E];
+    rows of padding are 0.
 
     Raises:
         ValueError: The data have no environments.
@@ -79,15 +79,16 @@ def members(batch: Batch) -> Tensor:
     """
     if "environment" not in batch:
         raise ValueError(
-            "the data have no environments, which an invariant objective compares: pass "
-            "environments= to from_arrays, or, where every client is one, clients.as_environments()"
+            "the data have no environments, but an invariant objective compares them: pass "
+            "environments= to from_arrays, or, if every client is one environment, "
+            "clients.as_environments()"
         )
     return batch["environment"] * batch["weight"].unsqueeze(-1)
 
 
 def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the mean of `values` [..., B] by environment, 0 where a batch has no example of it,
-    and the counts; both [..., E].
+    """Return the mean of `values` [..., B] by environment, 0 for an environment without examples in
+    the batch, and the counts; both [..., E].
 
     Example:
         >>> own = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -105,12 +106,12 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
     """Estimate the sum of g_e^2 over environments, [...] in nats squared, where g_e is the mean
     slope over all data of environment e.
 
-    Environments without examples in the batch add 0. `biased` squares the mean slope of the n_e
-    examples that the batch has of an environment. On average the result is too large, by the
-    variance of one slope divided by n_e. `unbiased` takes the mean product of the slopes of two
-    different examples. On average over fresh batches the result is exact. But it can be negative,
-    so repeated steps on one fixed batch can drive it down without limit, and an environment with a
-    single example adds 0.
+    Environments without examples in the batch add 0. `biased` squares the mean slope of an
+    environment's n_e examples in the batch. On average the result is too large, by the variance of
+    one slope divided by n_e. `unbiased` is the mean product of the slopes of two different
+    examples. On average over fresh batches it is exact, but it can be negative. Repeated steps on
+    one fixed batch can therefore decrease it without limit, and an environment with a single
+    example adds 0.
 
     Args:
         slopes: Derivative of each example's loss with respect to the scale of its outputs, [...,
@@ -140,10 +141,10 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 @dataclass(frozen=True)
 @declared
 class Annealed:
-    """The penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
+    """Set the penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
 
-    The whole objective is divided by `scale`, max(1, gamma_t), so that a large gamma leaves
-    gradients their size.
+    The whole objective is divided by `scale`, max(1, gamma_t), so that gradients keep their size
+    under a large gamma.
 
     Args:
         gamma: Weight of the penalty, >= 0.
@@ -177,8 +178,8 @@ def irm_energy(
 
     Here R is the mean loss over a client's examples, in nats.
 
-    Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase
-    reports is divided, too.
+    Terms that link the block to others belong in its prior, see `tied`. The reported loss of a
+    phase is divided, too.
 
     Example:
         >>> annealed = bf.invariance.Annealed(100.0, start=5)
@@ -213,17 +214,17 @@ def tied(
     lam: NotNegative = 0.0,
     centre: Parameter | None = None,
 ) -> Prior:
-    """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled as the objective
-    of an invariant model is.
+    """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled like the
+    objective of an invariant model.
 
     It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or
     flat if both strengths are 0.
 
     Args:
-        annealed: Penalty weight of the objective, whose `scale` divides both terms.
+        annealed: Penalty weight of the objective; its `scale` divides both terms.
         l2: Strength of the ridge, >= 0.
         lam: Strength of the pull towards `centre`, >= 0.
-        centre: Centre of the pull, see `Normal`; None where `lam` is 0.
+        centre: Centre of the pull, see `Normal`; None if `lam` is 0.
 
     Raises:
         ValueError: `lam` > 0 comes without `centre`.
@@ -260,14 +261,15 @@ def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
     """Return a phase that resets an optimiser's state once, when the penalty's weight jumps in
     round `start`.
 
-    Adam's running squares of the old objective's gradients would be wrong for hundreds of steps.
+    Otherwise Adam's running squares, of the old objective's gradients, would be wrong for hundreds
+    of steps.
 
     Args:
         annealed: Penalty weight of the objective.
         state: Name of the optimiser's state, see `Descend.persist`.
 
     Returns:
-        A tuple of this phase; empty where there is no jump.
+        A tuple of this phase; empty if there is no jump.
 
     Example:
         >>> len(bf.invariance.anew_at(bf.invariance.Annealed(100.0, start=5), "adam"))
@@ -312,8 +314,8 @@ def evenly(data: Batch, most: int | None) -> Batch:
     count = there.sum(-2, keepdim=True).long()
     n, environments = count.sum(-1, keepdim=True), (count > 0).sum(-1, keepdim=True)
     share = torch.where(n > most, most // environments.clamp_min(1), n).clamp_min(1)
-    # Of c examples those with ranks floor(i c / share) are taken; rank r is one of them if it is so
-    # for i = ceil(r share / c).
+    # Of c examples, those with ranks floor(i c / share) are chosen; rank r is among them if this
+    # holds for i = ceil(r share / c).
     rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
     kept = (((rank * share + size - 1) // size * size // share == rank) & (there > 0)).any(-1)
     places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
@@ -333,8 +335,8 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
     Args:
         log_q: Logarithms of the weights of each client's environments, [C, E].
         risk: Mean losses of the environments, [C, E] in nats.
-        present: Above 0 where a client has the environment, [C, E]; elsewhere the result is the
-            lowest finite number of log_q's precision, which stands for no weight.
+        present: Above 0 if a client has the environment, [C, E]; otherwise the result is the lowest
+            finite number of log_q's precision, which stands for no weight.
         eta: Step size, >= 0.
 
     Example:

@@ -1,5 +1,5 @@
-"""The options that methods share, by what they mean; and `method`, which checks them and records of
-which method an algorithm is made.
+"""Options that methods share, with their meanings; and `method`, which checks them and stores the
+method's name and options in the algorithm.
 """
 
 import functools
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 NEARLY_SHARE = Range(0, 1 + 1e-3, "[]")
-"""Where a client's share of something lies, which may exceed 1 by rounding."""
+"""Range of a share of a client, which may exceed 1 by rounding."""
 P = ParamSpec("P")
 
 
@@ -56,30 +56,30 @@ def trains_no_body(model: nn.Module) -> bool:
 
 
 def check_sgd(name: str, value: object) -> None:
-    """Raise TypeError if an optimiser is not SGD, whose rate and momentum a method's equations
-    read.
+    """Raise TypeError if an optimiser is not SGD; a method's equations contain its rate and
+    momentum.
     """
     instance(name, value, SGD, "its rate and momentum are part of the method")
 
 
 def check_split(name: str, value: object) -> None:
-    """Raise ValueError if a model is no `SplitModel`, of which alone the features are known."""
+    """Raise ValueError if a model is not a `SplitModel`; only such models have known features."""
     if not isinstance(value, nn.Module) or not cut(value):
         raise ValueError(
-            f"{name} must be a bf.models.SplitModel, whose features the method reads, got "
+            f"{name} must be a bf.models.SplitModel, because the method reads its features, got "
             f"{type(value).__name__}; build it by bf.models, or use bf.models.split"
         )
 
 
 def check_plain_sgd(name: str, value: object) -> None:
-    """Raise as `check_sgd`, or ValueError if SGD has a momentum, under which the way that a client
-    has gone is no sum of its gradients.
+    """Raise as `check_sgd`, or ValueError if SGD has a momentum; a client's change is then not the
+    sum of its gradients.
     """
     check_sgd(name, value)
     if isinstance(value, SGD) and value.momentum:
         raise ValueError(
-            f"{name} must have no momentum, got {value.momentum}: the method reads mean gradients "
-            "from the way that a client has gone; take SGD(rate)"
+            f"{name} must have no momentum, got {value.momentum}: the method computes mean "
+            "gradients from a client's change; use SGD(rate)"
         )
 
 
@@ -98,8 +98,8 @@ Split: TypeAlias = Annotated[
 MaybeAllHead: TypeAlias = Annotated[
     nn.Module,
     "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It "
-    "may be all head, as `bf.models.mlp(inputs, outputs=2, hidden=())` is: then the body's "
-    "options are refused.",
+    "may consist of a head only, as `bf.models.mlp(inputs, outputs=2, hidden=())`; the body's "
+    "options then raise an error.",
 ]
 Likelihood: TypeAlias = Annotated[
     protocols.Likelihood, "Distribution of y given the model's outputs."
@@ -119,8 +119,8 @@ BodyEpochs: TypeAlias = Annotated[
 FullBatchSteps: TypeAlias = Annotated[
     int,
     AT_LEAST_1,
-    "Number of full-batch steps on the head each round, which the authors' code calls epochs; "
-    "also of a client that joins.",
+    "Number of full-batch steps on the head each round, which the authors' code calls epochs; also "
+    "for a client that joins.",
 ]
 AdaptEpochs: TypeAlias = Annotated[
     int, AT_LEAST_1, "Number of passes over its data of a client that joins later."
@@ -137,7 +137,7 @@ Draws: TypeAlias = Annotated[int, AT_LEAST_1, "Number of posterior draws of a st
 Optimiser: TypeAlias = Annotated[
     AnyOptimiser,
     check_optimiser,
-    "Optimiser of the clients' steps, one of `bf.optim`; its state starts anew in each phase of a "
+    "Optimiser of the clients' steps, one of `bf.optim`; its state is reset in each phase of a "
     "round.",
 ]
 KeptOptimiser: TypeAlias = Annotated[
@@ -147,9 +147,6 @@ KeptOptimiser: TypeAlias = Annotated[
 ]
 HeadOptimiser: TypeAlias = Annotated[
     AnyOptimiser, check_optimiser, "Optimiser of the head; its state starts anew each round."
-]
-HeadSGD: TypeAlias = Annotated[
-    SGD, check_sgd, "Optimiser of the head's means and scales; its velocity starts anew each round."
 ]
 PlainSGD: TypeAlias = Annotated[
     SGD, check_plain_sgd, "Optimiser of the clients' steps, without momentum."
@@ -164,8 +161,8 @@ FinetuneOptimiser: TypeAlias = Annotated[
 Damping: TypeAlias = Annotated[
     float | None,
     Range(0, 1, "]"),
-    "Share of the way, in natural parameters, that a client's factor goes to its new value, in "
-    "(0, 1]; None for 1 / J, by which J clients at once never overshoot. 1 is for cohorts of one.",
+    "Step of a client's factor towards its new value, in natural parameters, in (0, 1]; None for 1 "
+    "/ J, so that J clients at once never overshoot. 1 is for cohorts of one.",
 ]
 Strength: TypeAlias = Annotated[float, AT_LEAST_0]
 Kept: TypeAlias = Annotated[
@@ -174,12 +171,12 @@ Kept: TypeAlias = Annotated[
 ScaleRate: TypeAlias = Annotated[
     float,
     AT_LEAST_0,
-    "How fast the standard deviations of q_j move, as a multiple of the means; 0 holds them.",
+    "Rate of the standard deviations of q_j, as a multiple of the rate of the means; 0 fixes them.",
 ]
 LikelihoodScale: TypeAlias = Annotated[
     Literal["sum", "mean"],
     "Whether the head's likelihood is the `sum` over the client's data, or their `mean` with the "
-    "whole KL or penalty, as in the paper's energy, which is a likelihood tempered by 1 / n_j.",
+    "whole KL or penalty, as in the paper's energy; this tempers the likelihood by 1 / n_j.",
 ]
 
 Gamma: TypeAlias = Annotated[
@@ -191,8 +188,8 @@ Gamma: TypeAlias = Annotated[
 Anneal: TypeAlias = Annotated[
     int,
     AT_LEAST_0,
-    "Number of rounds after which the penalty's weight goes from min(1, gamma) to gamma; not "
-    "reached in a run of at most this many.",
+    "Number of rounds after which the penalty's weight changes from min(1, gamma) to gamma; a run "
+    "with at most this number of rounds does not reach it.",
 ]
 SlopeEstimator: TypeAlias = Annotated[
     Estimator,
@@ -201,7 +198,7 @@ SlopeEstimator: TypeAlias = Annotated[
 Ridge: TypeAlias = Annotated[
     float,
     AT_LEAST_0,
-    "Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t) as the other terms are.",
+    "Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t), like the other terms.",
 ]
 Eta: TypeAlias = Annotated[
     float, AT_LEAST_0, "Step size of the logarithms of the environments' weights, per nat of loss."
@@ -210,8 +207,8 @@ Environments: TypeAlias = Annotated[int, AT_LEAST_1, "Largest number of environm
 LossExamples: TypeAlias = Annotated[
     int | None,
     AT_LEAST_1,
-    "Number of a client's training examples on which its losses are measured, the same examples "
-    "every round, in equal shares from each of its environments and evenly spaced there; at least "
+    "Number of a client's training examples in the measurement of its losses: the same examples "
+    "every round, in equal shares from its environments and evenly spaced; at least "
     "`environments`, None for all.",
 ]
 
@@ -219,14 +216,14 @@ LossExamples: TypeAlias = Annotated[
 def method(
     *, revision: int = 1, idle: Idle = types.MappingProxyType({})
 ) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
-    """Declare a function that makes a method: check its options, complete its docstring, and record
-    name and options on what it makes.
+    """Declare a function that makes a method: check its options, complete its docstring, and store
+    its name and options in the algorithm.
 
-    By these a saved run recognises its method, so that the code may be refactored.
+    A saved run recognises its method by name and options, so that the code can be refactored.
 
     Args:
-        revision: Number that is raised whenever the method's numbers change under the same options.
-        idle: Options that say nothing under another one; giving them is refused.
+        revision: Number that rises whenever the method's results change under the same options.
+        idle: Options without effect under another one; passing them raises an error.
     """
 
     def decorate(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
@@ -250,8 +247,8 @@ def method(
 
 
 def without(function: Callable[..., Any], *options: str) -> inspect.Signature:
-    """Return a function's signature without some options, for one that sets these and passes the
-    others on.
+    """Return a function's signature without some options, for a function that sets these and passes
+    on the others.
     """
     whole = inspect.signature(function)
     return whole.replace(parameters=[p for p in whole.parameters.values() if p.name not in options])

@@ -1,4 +1,4 @@
-"""Phases: the local work of a round, as pure functions of ONE client. Engines run them for one
+"""Phases: the local work of a round, as pure functions of one client. Engines run them for one
 client or for many at once.
 """
 
@@ -25,13 +25,14 @@ from bayesfl.posteriors.point import Point
 Noise: TypeAlias = dict[str, Tensor]
 ClientEpochs: TypeAlias = Callable[[int, np.random.Generator], int]
 """Number of passes of each client, for devices that differ: (client, generator) -> a number >= 1.
-The generator is the client's own in this round, the same for all phases, so that what is drawn from
-it depends on seed, round and client alone."""
+The generator is the client's own in this round, the same for all phases, so draws depend only on
+seed, round and client.
+"""
 Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
 
 
 class Phase(Protocol):
-    """The interface of a phase, as engines use it.
+    """Define the interface of a phase, as engines use it.
 
     A phase of your own is a class with these members. vmap runs it for many clients at once, or,
     with `batched=False`, the reference kernel runs it client by client.
@@ -56,7 +57,7 @@ class Phase(Protocol):
 
     @property
     def batched(self) -> bool:
-        """Return whether vmap can run the phase; where not, it runs client by client."""
+        """Return whether vmap can run the phase; otherwise it runs client by client."""
         ...
 
     def check(self, algorithm: Algorithm) -> None:
@@ -64,21 +65,19 @@ class Phase(Protocol):
         ...
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Return {block: (S, noise size)}: how many standard normals one step takes, S draws of
-        each block that draws.
+        """Return {block: (S, noise size)}: the number of standard normals for one step, S draws of
+        each block with draws.
         """
         ...
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """Return the start of what one client keeps from round to round for this phase alone, given
-        the `beliefs` about all blocks.
+        """Return the initial state that one client keeps from round to round for this phase alone,
+        given the posteriors (`beliefs`) of all blocks.
         """
         ...
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
-        """Return the state that the steps carry from one to the next, as it is before the first
-        step.
-        """
+        """Return the state that is passed from step to step, before the first step."""
         ...
 
     def step(
@@ -105,36 +104,35 @@ class Phase(Protocol):
 class Descend:
     """Minimise an energy over one block, or over several blocks together, by gradient steps.
 
-    Priors are constant during the phase: they read the view as it was before the first step, the
-    trained blocks included.
+    Priors are constant during the phase: they read the view before the first step, including the
+    trained blocks.
 
-    In production a plain `Descend` is stepped by `bayesfl.engine.descent`, in place and for a chunk
-    of clients, under every kernel but `reference` (see `by_algebra` and `bayesfl.engine.driver`);
-    its own `step` is what the reference kernel runs, and vmap for a subclass or an energy that
-    overrides something, and against it the others are tested.
+    Kernels other than `reference` run a plain `Descend` by `bayesfl.engine.descent`, in place and
+    for a chunk of clients (see `by_algebra` and `bayesfl.engine.driver`). The reference kernel runs
+    its `step`; so does vmap for a subclass, or for an energy that overrides a method. Tests compare
+    the two.
 
     Args:
         energy: The objective, which also names the trained blocks.
         epochs: Number of passes over the client's data, the last short batch included, a function
             of the client, see `ClientEpochs`, or the name of a number that everyone receives, see
-            `Algorithm(drawn=)`; with `batch_size=None`, of full-batch steps. Inside `Repeat`, the
-            number of steps on the shared batch.
+            `Algorithm(drawn=)`; with `batch_size=None`, number of full-batch steps. Inside
+            `Repeat`, number of steps on the shared batch.
         steps: Number of steps; if given, it replaces `epochs`.
         batch_size: Number of examples of a step; None for all of the client's.
-        optimiser: Optimiser, whose state lasts as long as the phase within a round, inside `Repeat`
-            from batch to batch; it starts anew every round unless `persist` names it.
+        optimiser: Optimiser. Its state lasts for the phase within a round, inside `Repeat` from
+            batch to batch; it is reset every round unless `persist` names it.
         draws: Number S of posterior draws of a step, shared by its examples.
         prox: Whether Gaussian priors are left out of the gradient and solved exactly after each
             step of rate lr, w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean
             likelihood 1 / (n variance)). This is stable for priors of any strength, where a
             gradient step needs lr k < 2, and has the same minimum (Parikh and Boyd, "Proximal
             algorithms", 2014, section 4.2). The lr of a weight is the optimiser's `pace`: larger
-            with momentum, and with Adam different for each weight.
-        persist: A name for the optimiser's state, which the client then keeps from round to round
-            as private state.
-        counts: A name under which the phase puts the number of steps that the client took into its
-            view, a floating-point number, for the phases after it; inside `Repeat`, those on the
-            last batch.
+            with momentum, and different for each weight with Adam.
+        persist: Name of the optimiser's state, which the client then keeps from round to round as
+            private state.
+        counts: Name of an entry of the view that receives the client's number of steps, a
+            floating-point number, for later phases; inside `Repeat`, the steps on the last batch.
 
     Example:
         >>> fit = bf.Energy("w", ("w",), likelihood="mean")
@@ -166,8 +164,8 @@ class Descend:
         algorithm.check_parts(self.energy.parts)
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
             raise ValueError(
-                f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} "
-                "does not contain them"
+                f"blocks {missing} are trained on an energy without them in its parts "
+                f"{self.energy.parts}"
             )
         drawn = [
             name
@@ -187,10 +185,9 @@ class Descend:
         ]:
             kind = type(algorithm.blocks[loose[0]].prior).__name__
             raise ValueError(
-                f"blocks {loose} draw, and their prior {kind} leaves their width without an "
-                "optimum (it grows without bound along "
-                "directions that the data do not see); give them a Normal prior, or a Point "
-                "posterior"
+                f"blocks {loose} draw, and under their prior {kind} the width has no optimum (it "
+                "grows without bound along directions without data); give them a Normal prior, or "
+                "a Point posterior"
             )
         pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
@@ -199,22 +196,20 @@ class Descend:
         ):
             raise ValueError(
                 f"the energy of {self.blocks} has the parts {self.energy.parts}, which leave out "
-                f"{left[:3]}: these would stay at the weights of the model as it was given, and "
-                f"not be those with which a client predicts; name all parts, as {algorithm.parts}"
+                f"{left[:3]}: in training these would have the given model's weights, not the "
+                f"client's; name all parts, as {algorithm.parts}"
             )
         if self.prox and not all(
             is_normal(block.prior) and type(block.posterior) is Point
             for block in map(algorithm.blocks.__getitem__, pulled)
         ):
             raise ValueError(
-                "prox solves a Gaussian prior of Point blocks after each step, which blocks "
-                f"{pulled} have not; use prox=False"
+                "prox solves a Gaussian prior of Point blocks after each step, but blocks "
+                f"{pulled} have other priors or posteriors; use prox=False"
             )
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Return the noise of one step, see `Phase.noise`: every part whose posterior draws takes
-        some.
-        """
+        """Return the noise of one step, see `Phase.noise`, for every part with draws."""
         return {
             name: (self.draws, algorithm.noise_size(name))
             for name in self.energy.parts
@@ -222,7 +217,7 @@ class Descend:
         }
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """Return the optimiser's state where it persists and has any, see `Phase.keeps`."""
+        """Return the optimiser's state if it persists, see `Phase.keeps`."""
         state = (
             None
             if self.persist is None
@@ -286,8 +281,8 @@ class Descend:
 
 
 def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
-    """Return whether kernels may take a phase's steps by algebra of their own: it is a `Descend`
-    whose energy overrides nothing.
+    """Return whether kernels may compute a phase's steps themselves: it is a `Descend` whose energy
+    overrides nothing.
 
     A subclass may have a step, or an energy, of its own.
     """
@@ -303,23 +298,23 @@ class Once:
     start.
 
     Args:
-        fn: (algorithm, given, view, batch) -> the entries of the view that change. An entry that
-            it adds is dropped after the round unless the algorithm's `private` names it, and is
-            sent if the algorithm's `reports` names it.
+        fn: (algorithm, given, view, batch) -> the entries of the view that change. An added entry
+            is dropped after the round unless the algorithm's `private` has its name, and is sent if
+            the algorithm's `reports` has it.
         data: Rows of the client that `fn` reads: True or `train` for its training rows,
             `validation` for its validation rows; with False `batch` is empty. Inside `Repeat`,
             `batch` is always the shared batch.
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
             `fn` would. They need `data`.
-        kept: {name: start} of tensors that the client keeps from round to round for this phase
-            alone.
+        kept: {name: start} of tensors that the client keeps from round to round only for this
+            phase.
         normals: Names of blocks. `batch["normals"]` then has, by block, a standard normal for each
             weight, [D], or [M, D] for copies.
         batched: Whether vmap can run `fn`.
 
     Raises:
-        ValueError: `fn` changes which tensors a block has, or their shapes.
+        ValueError: `fn` changes the names or the shapes of a block's tensors.
 
     Example:
         >>> def halve(algorithm, given, view, batch):
@@ -393,8 +388,8 @@ def _form(belief: Any) -> Any:
 @dataclass(frozen=True)
 @declared
 class Repeat:
-    """Loop over batches, and run the inner phases one after another on each. A `Repeat` is
-    not a phase itself: engines unroll it.
+    """Loop over batches, and run the inner phases one after another on each. A `Repeat` is not a
+    phase: engines unroll it.
 
     Args:
         phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the
@@ -436,8 +431,8 @@ class Repeat:
 
     @cached_property
     def inner(self) -> tuple[Descend | Once, ...]:
-        """Return the phases as engines run them: the state of each optimiser goes from batch to
-        batch in the view, under a name with a dot, which no other entry has.
+        """Return the phases as engines run them: the view passes the state of each optimiser from
+        batch to batch, under a name with a dot, which no other entry has.
         """
         return tuple(
             replace(phase, persist=f".{place}")
@@ -466,7 +461,7 @@ class Repeat:
             phase.check(algorithm)
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """Return what the inner phases keep."""
+        """Return the state that the inner phases keep."""
         return {
             name: state
             for phase in self.phases
@@ -480,14 +475,14 @@ def unrolled(phase: Phase | Repeat) -> tuple[Phase, ...]:
 
 
 def steps_on_batch(phase: Phase) -> int:
-    """Return how many steps a phase inside a `Repeat` takes on the shared batch."""
+    """Return the number of steps of a phase inside a `Repeat` on the shared batch."""
     count: Any = phase.steps or phase.epochs
     return count
 
 
 def by_chance(phase: Phase | Repeat, algorithm: Algorithm) -> bool:
-    """Return whether a phase's steps depend on chance: on the order of the examples, or on draws of
-    a belief.
+    """Return whether a phase's steps are random: by the order of the examples, or by draws from a
+    posterior.
     """
     return phase.batch_size is not None or any(one.noise(algorithm) for one in unrolled(phase))
 
@@ -499,8 +494,8 @@ def phase_in_words(phase: Phase | Repeat) -> str:
 
 
 def trained(phase: Phase | Repeat) -> tuple[str, ...]:
-    """Return the blocks that a phase trains, those of a `Repeat`'s inner phases included; none for
-    a phase that does not say, as `Once`.
+    """Return the blocks that a phase trains, including those of a `Repeat`'s inner phases; none for
+    a phase that does not declare them, such as `Once`.
     """
     inner = unrolled(phase)
     return tuple(dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ())))

@@ -1,15 +1,14 @@
-"""Pools: how the server gathers a block. Most are sums over clients followed by a closed form, so
-that clients can be streamed.
+"""Pools: rules by which the server aggregates a block. Most are sums over clients and then a closed
+form, so replies can be added as they arrive.
 
-Totals are float64 whatever the run's precision, and are added one client after another, so that
-neither the chunk size nor the number of workers changes them.
+Totals are float64 in any run, and are summed one client after another, so they do not depend on the
+chunk size or on the number of workers.
 
-The last three are for clients that may send false values, or whose training went wrong while its
-numbers stayed finite. One client can move a mean arbitrarily far. A median stays within the range
-of the honest clients in each coordinate while those are in the majority, a trimmed mean while the
-others are no more than are taken away at each end; clipping bounds how far one client can move the
-result. All have a price where honest clients differ: the pools treat a minority's data like false
-values.
+The last three are for clients that may send false values, or whose training failed with finite
+numbers. One client can move a mean arbitrarily far. In each coordinate, a median stays within the
+range of the honest clients if these are the majority, and a trimmed mean if at most as many clients
+are dishonest as are removed at each end; clipping bounds how far one client can move the result. If
+honest clients differ, all three have a cost: they treat a minority's data like false values.
 """
 
 import math
@@ -27,7 +26,7 @@ from bayesfl.base.protocols import AdditivePool, Server, Tensors, Uplink, Weight
 from bayesfl.posteriors import MeanField
 from bayesfl.posteriors.variational import Family
 
-COLUMNS = 256  # weights of all clients' models that are averaged at once
+COLUMNS = 256  # number of weights of all clients' models that are averaged at once
 
 
 def by_size(server: Server, uplink: Uplink) -> Tensor:
@@ -99,13 +98,14 @@ def _cast(new: Tensors, old: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Mean:
-    """The weighted mean of the clients' centres; weights 1 / rho_j^2 make it precision-weighted.
+    """Take the weighted mean of the clients' centres; with weights 1 / rho_j^2 it is
+    precision-weighted.
 
     Args:
         weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a
             block; `by_size` gives FedAvg.
-        sends: Names of the belief's tensors that travel, each averaged as it is: `("loc", "rho")`
-            for a `MeanField`'s raw parameters.
+        sends: Names of the posterior's sent tensors, which are averaged one by one: `("loc",
+            "rho")` for a `MeanField`'s raw parameters.
 
     Example:
         >>> server = {"w": {"loc": torch.zeros(1)}}
@@ -127,7 +127,7 @@ class Mean:
         return _add(total, weight, {"weight": torch.ones_like(weight), **sent})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
+        """Return the weighted mean; a copy of a block is unchanged if all its weights are 0."""
         weight, old = total["weight"], server[name]
         if not weight.dim():
             return _cast({key: total[key] / weight for key in self.sends}, old)
@@ -166,12 +166,12 @@ class _Around:
 @dataclass(frozen=True)
 @declared
 class Relaxed(_Around):
-    """Go part of the way from the server's entry to another pool's: (1 - step) old + step new, on
-    the tensors that travel.
+    """Move the server's entry part of the way to another pool's result: (1 - step) old + step new,
+    for the sent tensors.
 
     Args:
-        pool: The inner pool, which gives `new`.
-        step: Share of the way, > 0; may exceed 1, as pFedMe's server step beta.
+        pool: The inner pool, whose result is `new`.
+        step: Share of the way, > 0; may exceed 1, like pFedMe's server step beta.
 
     Example:
         >>> server = {"w": {"loc": torch.zeros(1)}}
@@ -191,7 +191,7 @@ class Relaxed(_Around):
 
 @dataclass(frozen=True, kw_only=True)
 class _Gaussian(ABC):
-    """The base of pools by moments of mean-field Gaussians, whose `loc` and `rho` travel."""
+    """Aggregate moments of mean-field Gaussians, whose `loc` and `rho` are sent."""
 
     posterior: MeanField = MeanField()
     weight: Weight = by_size
@@ -201,8 +201,8 @@ class _Gaussian(ABC):
         self, total: Tensors | None, server: Server, name: str, uplink: Uplink
     ) -> Tensors:
         """Add the clients' weighted moments to `total`."""
-        # Client by client: vectorised exponentials round differently by place in memory, so results
-        # would depend on the chunk size.
+        # Client by client: the rounding of vectorised exponentials depends on the place in memory,
+        # so results would depend on the chunk size.
         rows = zip(*uplink[name].values(), strict=True)
         moments = [
             self.posterior.moments(
@@ -217,7 +217,7 @@ class _Gaussian(ABC):
 
     @abstractmethod
     def _summed(self, old: Tensors, loc: Tensor, variance: Tensor) -> Tensors:
-        """Return what is added up of the clients' means and variances, [C, ...]."""
+        """Return the summands made from the clients' means and variances, [C, ...]."""
 
     def _solved(self, server: Server, name: str, loc: Tensor, variance: Tensor) -> Tensors:
         return _cast({"loc": loc, "rho": inverse_softplus(variance.sqrt())}, server[name])
@@ -225,16 +225,17 @@ class _Gaussian(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionWeighted:
-    """The product of the clients' Gaussians: precisions are added, means are weighted by precision.
+    """Take the product of the clients' Gaussians: precisions are added, means are weighted by
+    precision.
 
-    Precisions are matrices [D, D] of a `FullGaussian`, for which the product is as exact as it is
-    for a `MeanField`.
+    For a `FullGaussian` precisions are matrices [D, D], and the product is exact, as for a
+    `MeanField`.
 
     Args:
-        posterior: Family of the clients' Gaussians, as of the block: `MeanField` or `FullGaussian`.
-        prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already
-            contains, to be counted once instead of once for each client; None where they contain
-            none.
+        posterior: Family of the clients' Gaussians, the same as the block's: `MeanField` or
+            `FullGaussian`.
+        prior: (server) -> (mean, precision) [D] of a prior that every client's posterior contains,
+            to be counted once and not once for each client; None if they contain none.
 
     Example:
         >>> q = bf.posteriors.MeanField(init_scale=1.0)
@@ -251,15 +252,15 @@ class PrecisionWeighted:
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Return the names of the posterior's tensors, all of which travel."""
+        """Return the names of the posterior's tensors; all are sent."""
         return tuple(self.posterior.init(torch.zeros(1)))
 
     def accumulate(
         self, total: Tensors | None, server: Server, name: str, uplink: Uplink
     ) -> Tensors:
         """Add the precisions and the precision-weighted means to `total`."""
-        # Client by client: vectorised sums round differently by place in memory, so results would
-        # depend on the chunk size.
+        # Client by client: the rounding of vectorised sums depends on the place in memory, so
+        # results would depend on the chunk size.
         rows = zip(*(uplink[name][key].double() for key in self.sends), strict=True)
         found = [self.posterior.natural(dict(zip(self.sends, row, strict=True))) for row in rows]
         precision, weighted = (torch.stack(parts) for parts in zip(*found, strict=True))
@@ -271,7 +272,7 @@ class PrecisionWeighted:
         """Return the product.
 
         Raises:
-            ValueError: Taking out the prior leaves a precision that is not positive.
+            ValueError: A precision is not positive after the prior is removed.
         """
         precision, weighted = total["precision"], total["weighted"]
         if self.prior is not None:
@@ -285,15 +286,14 @@ class PrecisionWeighted:
             if not bool((least > 0).all()):
                 raise ValueError(
                     f"block {name!r}: {int((least <= 0).sum())} weights have no positive precision "
-                    "once the prior is counted once; the clients' posteriors are wider than their "
-                    "prior"
+                    "if the prior counts once; the clients' posteriors are wider than their prior"
                 )
         return _cast(self.posterior.of_natural(precision, weighted), server[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentMatched(_Gaussian):
-    """The Gaussian with the mean and variance of the clients' mixture.
+    """Take the Gaussian with the mean and variance of the clients' mixture.
 
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
@@ -310,7 +310,7 @@ class MomentMatched(_Gaussian):
     """
 
     def _summed(self, old: Tensors, loc: Tensor, variance: Tensor) -> Tensors:
-        # Means are taken about the server's centre, so that small spreads survive rounding.
+        # Means are relative to the server's centre, so that small spreads are not lost by rounding.
         shift = loc - old["loc"].double()
         return {"first": shift, "within": variance, "second": shift.square()}
 
@@ -325,8 +325,8 @@ class MomentMatched(_Gaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class Barycentre(_Gaussian):
-    """The diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means and
-    standard deviations are averaged.
+    """Take the diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means
+    and standard deviations are averaged.
 
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
@@ -377,14 +377,14 @@ class Stack:
 class Mixed:
     """Give every client its own mixture of what the cohort sends: sum_k A_jk w_k for client j.
 
-    The server's entry holds the mean over clients, `loc`; the model that each client is sent next,
-    `each` [J, ...], which stays as it was for a client outside the cohort; and of the last round
-    `cohort` [C], its clients' places, ascending, and `weights` [C, C], the A among them: row i has
-    the weights in the model of client cohort[i].
+    The server's entry has the mean over clients, `loc`, and each client's next model, `each` [J,
+    ...], which is unchanged for a client outside the cohort. For the last round it has `cohort`
+    [C], its clients' places, ascending, and `weights` [C, C], the A among them: row i has the
+    weights of client cohort[i]'s model.
 
     Args:
         weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort. A is
-            not normalised: rows that sum to 1 give averages.
+            not normalised; for averages its rows must sum to 1.
 
     Raises:
         ValueError: In a round, `weights` does not return a [C, C] tensor.
@@ -400,11 +400,13 @@ class Mixed:
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
     sends = ("loc",)
-    # What the entry holds for single clients, with the number of axes that are a round's cohort.
+    # The entry's tensors for single clients, with the number of axes for a round's cohort.
     holds: ClassVar = {"each": 0, "weights": 2, "cohort": 1}
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
-        """Return the server's entry before the first round, with the same model for each client."""
+        """Return the server's entry before the first round, with the same model for each client; of
+        clients never seen in training none has a model of its own, and `clients` is 0.
+        """
         loc = entry["loc"]
         return {
             **entry,
@@ -413,12 +415,6 @@ class Mixed:
             "cohort": torch.zeros(0, dtype=torch.long, device=loc.device),
         }
 
-    def newcomers(self, entry: Tensors) -> Tensors:
-        """Return the entry for clients never seen in training, which have no models of
-        their own.
-        """
-        return self.start(entry, 0)
-
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""
         entry, ids = server[name], uplink["ids"]
@@ -426,10 +422,10 @@ class Mixed:
         mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
         each = entry["each"].index_copy(0, ids, mixed.to(entry["each"]))
         mean = torch.empty(each[0].numel(), dtype=torch.float64, device=each.device)
-        # Some weights at a time, so that not all clients' models are copied in float64.
+        # Some weights at a time, because a float64 copy of all clients' models may not fit.
         for part, into in zip(each.flatten(1).split(COLUMNS, 1), mean.split(COLUMNS), strict=True):
             torch.mean(part.double(), 0, out=into)
-        cohort, order = ids.sort()  # the order of replies is the engine's
+        cohort, order = ids.sort()  # replies are in the engine's order
         return {
             "loc": mean.view(each.shape[1:]).to(each),
             "each": each,
@@ -440,8 +436,8 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Median:
-    """The coordinate-wise median of what the clients send, all clients weighing the same; for an
-    even number, the mean of the middle two.
+    """Take the coordinate-wise median of the clients' tensors, with equal weights; for an even
+    number, the mean of the middle two.
 
     Args:
         sends: Names of the posterior's tensors that travel.
@@ -469,10 +465,11 @@ class Median:
 @dataclass(frozen=True)
 @declared
 class TrimmedMean:
-    """The coordinate-wise mean of the clients' numbers without the largest and the smallest ones.
+    """Take the coordinate-wise mean of the clients' numbers without the largest and the smallest
+    ones.
 
     Args:
-        share: Share of the clients taken away at each end, in [0, 1/2); at least one client at each
+        share: Share of the clients removed at each end, in [0, 1/2); at least one client at each
             end unless it is 0.
         sends: Names of the posterior's tensors that travel.
 
@@ -499,8 +496,8 @@ class TrimmedMean:
         cut = max(1, int(self.share * clients + 1e-9)) if self.share else 0
         if 2 * cut >= clients:
             raise ValueError(
-                f"a trimmed mean of {clients} clients leaves none if {cut} go at each end; take a "
-                "larger cohort, or a median"
+                f"a trimmed mean of {clients} clients leaves none if {cut} are removed at each "
+                "end; use a larger cohort, or a median"
             )
         found = {
             key: uplink[name][key].double().sort(0).values[cut : clients - cut].mean(0)
@@ -512,15 +509,14 @@ class TrimmedMean:
 @dataclass(frozen=True)
 @declared
 class Clipped(_Around):
-    """Limit the influence of one client: shorten updates longer than `norm`, and then pool them by
+    """Limit the influence of one client: shorten updates longer than `norm`, then aggregate them by
     another pool.
 
     An update is the difference of a client's tensors from those that the server sent.
 
     Args:
-        pool: The pool that gathers the shortened differences; one that adds up, such as `Mean`.
-        norm: Largest Euclidean length of the difference over all tensors of the block that travel,
-            > 0.
+        pool: The pool that aggregates the shortened differences by a sum, such as `Mean`.
+        norm: Largest Euclidean length of the difference over all sent tensors of the block, > 0.
 
     References:
         Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section

@@ -4,13 +4,13 @@ data or several models.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, pieces
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import Count, Natural, Positive, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
@@ -30,7 +30,6 @@ from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.heads import Head, Hierarchy, Rows, Scaled
 from bayesfl.posteriors.laplace import last_layer
 from bayesfl.posteriors.linearised import Link, kappa, predictive
-from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.pooled import PooledCurvature, Structure
 from bayesfl.posteriors.selection import ALIKE, Evidence, Rule, check_rule, select, size_of
 
@@ -42,20 +41,21 @@ PRECISIONS = precision.GRID[::2]
 """Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest,
 predictions are close to the MAP's.
 """
-# below this median kappa (factor by which logits shrink) the prior, not the data, determines the
-# predictions
+# Below this median kappa, the factor that shrinks logits, the prior and not the data determines the
+# predictions.
 SHRUNK = 0.3
 POOLED = "laplace"
-"""Under this name clients are told the state of the survey that `PooledLaplace` needs."""
+"""Key of the state of `PooledLaplace`'s survey in the entries that clients receive."""
 HEAD = "own_head"
-"""The name of the block of which each client has a Gaussian under `Heads`."""
+"""Name of the block with each client's own Gaussian under `Heads`."""
 HIERARCHY, SCALED = "heads", "heads-scaled"
-"""The names of the surveys that `Heads` needs."""
+"""Names of the surveys that `Heads` needs."""
 EXACT = "donot_use_mm_for_euclid_dist"
-"""Differences before squares: the distances of near rows would be rounding otherwise."""
+"""Mode of `torch.cdist` that subtracts before it squares; otherwise distances of near rows are
+rounding errors.
+"""
 SHARES = tuple(k / 20 for k in range(21))
 """Shares of a client's own rows that `Neighbours` tries on validation data."""
-PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
 @dataclass(frozen=True)
@@ -69,27 +69,26 @@ class LinearisedLaplace:
     Any method can have it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is
     FedPer with a Laplace body.
 
-    The curvature is that of the client's *own* rows, also around weights that were trained on the
-    rows of all, as FedAvg's: the posterior is then too wide, two to five times for a linear
-    model that eight clients share (docs/studies/truth.md). `PooledLaplace` has the rows of all.
+    The curvature is computed from the client's *own* rows. If all clients' rows trained the
+    weights, as in FedAvg, the posterior is too wide: two to five times for a linear model that
+    eight clients share (docs/studies/truth.md). `PooledLaplace` uses all clients' rows.
 
     Args:
-        block: Name of the block whose weights are uncertain, while the others are constants; None
-            for the first of the method's `parts`.
+        block: Name of the block with uncertain weights, while others are constants; None for the
+            first of the method's `parts`.
         structure: `full` (the whole block, in the dual form where N O is less than its weights),
             `subnetwork`, or `diagonal`.
         precision: Prior precision, for a likelihood that is a sum over the data: a number; a
-            function of what the client received and its view, for one that the server has learnt,
-            returning a number or one for each weight, [D]; or None to choose a number for all
-            clients on their validation data, under the link by which they predict.
+            function (given, view) that returns a number or one for each weight, [D], such as a
+            precision that the server has learnt; or None to choose one number for all clients on
+            their validation data, under the link of the predictions.
         share: Share of the block's weights that are in a subnetwork, in (0, 1].
-        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`, used anew for every
-            client.
-        seed: Seed of rules that draw, which give all clients the same subnetwork.
+        selection: Rule that chooses each client's subnetwork, one of `bayesfl.selection`.
+        seed: Seed of rules that draw; these give all clients the same subnetwork.
         link: How the Gaussian over the logits becomes probabilities: in closed form by `contrasts`,
             or `per_class` as in the papers on linearised networks (see
-            `bayesfl.posteriors.linearised.predictive`); or by the method's number of `draws`. Where
-            that number is not 0, or a caller asks for draws, they take the place of a closed form.
+            `bayesfl.posteriors.linearised.predictive`); or by the method's number of `draws`. If
+            that number is not 0, or a caller passes one, draws replace the closed form.
         centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone
             depends on it.
 
@@ -122,37 +121,31 @@ class LinearisedLaplace:
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
-        does not fit the algorithm; warn where all clients predict with one network.
+        does not fit the algorithm; warn if all clients predict with one network.
         """
         _refuse_copies(self, algorithm)
-        self.check_one(algorithm)
-        own = algorithm.finetune or any(algorithm.blocks[part].keep for part in algorithm.parts)
-        if not own and algorithm.shared_parts() == algorithm.parts:
-            warn(
-                "clients predict with the server's network, which the rows of all have trained, "
-                "and LinearisedLaplace has the curvature of one client's rows: the posterior is "
-                "too wide; take result.laplace() after training, or PooledLaplace()",
-            )
-
-    def check_one(self, algorithm: "Algorithm") -> None:
-        """Raise as `check` does, for the predictor of one of a method's copies."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
-                f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name "
-                "one of them, or None for the first"
+                f"block {self.block!r} is not among the predictor's parts {algorithm.parts}; name "
+                "one of them, or pass None for the first"
             )
         _check_linearised(self, algorithm)
         if not getattr(algorithm.likelihood, "plain", True):
             raise ValueError(
-                f"{algorithm.likelihood} is a training loss without a Laplace approximation; "
-                f"take {type(algorithm.likelihood).__name__}()"
+                f"{algorithm.likelihood} is a training loss without a Laplace approximation; use "
+                f"{type(algorithm.likelihood).__name__}()"
+            )
+        own = algorithm.finetune or any(algorithm.blocks[part].keep for part in algorithm.parts)
+        if not own and algorithm.shared_parts() == algorithm.parts:
+            warn(
+                "clients predict with the server's network, which all clients' rows have trained, "
+                "but LinearisedLaplace uses the curvature of one client's rows: the posterior is "
+                "too wide; use result.laplace() after training, or PooledLaplace()",
             )
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Return the candidate precisions, see `Predictor`; none where a function gives the
-        precision.
-        """
+        """Return the candidate precisions, see `Predictor`; none if `precision` is a function."""
         if callable(self.precision):
             return ()
         return PRECISIONS if self.precision is None else (float(self.precision),)
@@ -160,21 +153,19 @@ class LinearisedLaplace:
     def __call__(
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
-        """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
-        times each example counts.
-        """
+        """Return one client's predictor, see `Predictor`."""
         own = self.precision(given, view) if callable(self.precision) else self.grid[0]
-        layout, weight = self._layout(algorithm), data.get("weight")
+        layout = self._layout(algorithm)
         size = size_of(self.share, layout.size) if self.structure == "subnetwork" else layout.size
-        step = max(1, BLOCK // (8 * size**2))  # factors that are held at once
+        step = max(1, BLOCK // (8 * size**2))  # factors in memory at once
 
         @cache
         def known() -> tuple[Curvature, Data | Piece, Tensor]:
             curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
-            rows = curvature.held(data, weight, extra=size)
-            return curvature, rows, curvature.diagonal(rows, weight=weight)
+            rows = curvature.held(data, extra=size)
+            return curvature, rows, curvature.diagonal(rows)
 
-        @lru_cache(maxsize=1)  # as factors take most of the memory
+        @lru_cache(maxsize=1)  # because factors take most of the memory
         def inverses(values: tuple[float | None, ...]) -> list[Inverse]:
             curvature, rows, diagonal = known()
             precisions = [own if value is None else value for value in values]
@@ -187,7 +178,6 @@ class LinearisedLaplace:
                     some[0],
                     indices=indices,
                     diagonal=diagonal,
-                    weight=weight,
                     scale=ONE
                     if len(values) == 1
                     else diagonal.new_tensor([some[0] / p for p in some]),
@@ -203,7 +193,7 @@ class LinearisedLaplace:
         return _Linearised(self, algorithm, view, inverses)
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts without training data, see
+        """Return the tensors from which `restored` predicts without training data, see
         `StoredPredictor`.
         """
         (inverse,) = fitted.inverses((value,))
@@ -215,7 +205,7 @@ class LinearisedLaplace:
         return covariance.tensors()
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
+        """Return one client's predictor, made from `tensors`, see `StoredPredictor`."""
         curvature = Curvature(
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
         )
@@ -238,7 +228,7 @@ class LinearisedLaplace:
 
 
 class _Untuned:
-    """Declare what holds of a predictor that tunes no number, unless it says otherwise."""
+    """Declare the defaults of a predictor that tunes no number."""
 
     tunes = ""
     grid = ()
@@ -250,19 +240,18 @@ class _Untuned:
 @dataclass(frozen=True)
 @declared
 class LinearisedBelief(_Untuned):
-    """Predict from the Gaussians that blocks already hold, with the network linearised around their
+    """Predict from the Gaussian posteriors of blocks, with the network linearised around their
     means.
 
-    Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on
-    all weights, or of online Laplace; of a `FullGaussian` all covariances count. It needs no
-    training data and no validation data. Where weights are many, draws of them leave the region in
-    which the network is as it was trained, and may predict other classes; under link="contrasts"
-    the linearised network keeps the classes of its mean. A belief that is too wide makes it
-    underconfident all the same.
+    It fits every block with a posterior that draws, such as `pfedvem`'s head, a mean field over all
+    weights, or online Laplace; for a `FullGaussian` it uses all covariances. It needs neither
+    training nor validation data. Draws of many weights leave the region of the trained network and
+    may predict other classes. Under link="contrasts" the linearised network predicts the classes of
+    its mean. A posterior that is too wide still makes predictions underconfident.
 
     Args:
-        block: Name of the only block whose Gaussian counts, the others being constants, at their
-            means; None for all of the method's `parts` that draw, which are independent.
+        block: Name of the block with uncertain weights, while others are constants at their means;
+            None for all of the method's `parts` that draw, as independent.
         link: As in `LinearisedLaplace`.
         centre: As in `LinearisedLaplace`.
 
@@ -287,19 +276,15 @@ class LinearisedBelief(_Untuned):
         does not fit the algorithm.
         """
         _refuse_copies(self, algorithm)
-        self.check_one(algorithm)
-
-    def check_one(self, algorithm: "Algorithm") -> None:
-        """Raise as `check` does, for the predictor of one of a method's copies."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
             holds = (
                 "no block holds" if self.block is None else f"block {self.block!r} does not hold"
             )
             raise ValueError(
-                f"{holds} a Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; "
-                "name one of them, or take LinearisedLaplace(), which makes a Gaussian of "
-                "training data"
+                f"{holds} a Gaussian: among the parts {algorithm.parts}, those that draw are "
+                f"{drawn}; name one of them, or use LinearisedLaplace(), which computes a Gaussian "
+                "from training data"
             )
         _check_linearised(self, algorithm)
 
@@ -334,7 +319,7 @@ class LinearisedBelief(_Untuned):
         return _Linearised(self, algorithm, view, lambda _: [covariance])
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return nothing, since the belief is all, see `StoredPredictor`."""
+        """Return nothing, because the view has the Gaussians, see `StoredPredictor`."""
         return {}
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
@@ -348,19 +333,19 @@ class PooledLaplace(_Untuned):
     """Predict from the Laplace approximation of the server's model on the training rows of *all*
     clients, with the linearised network.
 
-    The clients' curvatures are summed by a survey (`bayesfl.posteriors.pooled`), so that every
-    client predicts by the posterior that a fit to the pooled rows would have; one that joins later
-    does, too. `Result.laplace` makes it after training, of any method that has one network on the
-    server. As a method's predictor, `replace(bf.algorithms.fedavg(model),
-    predictor=PooledLaplace())`, it asks at each evaluation, also over Flower.
+    A survey sums the clients' curvatures (`bayesfl.posteriors.pooled`). Every client, also one that
+    joins later, predicts from the posterior of a fit to the pooled rows. `Result.laplace` computes
+    it after training, for any method with one network on the server. As a method's predictor,
+    `replace(bf.algorithms.fedavg(model), predictor=PooledLaplace())`, it surveys clients at each
+    evaluation, also over Flower.
 
     Args:
         structure: Which covariances are kept: `last_layer`, all of the last layer's weights;
             `diagonal`, none; `kfac`, two factors for each layer; `full`, all.
         precision: Prior precision of every weight, for a likelihood that is a sum over the rows; or
             `evidence` for the one of largest log marginal likelihood.
-        pattern: Which parameters are covered, a pattern over their names such as `head.*`; the
-            others are constants.
+        pattern: Pattern over the names of the uncertain parameters, such as `head.*`; others are
+            constants.
 
     Raises:
         ValueError: `structure` is `last_layer` and a pattern is given.
@@ -391,8 +376,8 @@ class PooledLaplace(_Untuned):
         if kept or algorithm.finetune or algorithm.shared_parts() != algorithm.parts:
             what = f"keep {kept}" if kept else "fine-tune, or predict by several networks"
             raise ValueError(
-                f"clients {what}, and a pooled Laplace approximation is one of the network that "
-                "the server sends to all: train without it, and take result.laplace()"
+                f"clients {what}, but a pooled Laplace approximation needs one network that the "
+                "server sends to all: train without it, and use result.laplace()"
             )
         self._layout(algorithm)
 
@@ -407,10 +392,11 @@ class PooledLaplace(_Untuned):
 
         Args:
             algorithm: The method.
-            given: What every client receives, or the server's state.
+            given: Entries that every client receives, or the server's state.
         """
+        own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
         return PooledCurvature(
-            algorithm.network(self._view(algorithm, given)),
+            algorithm.network(own | {"n": next(iter(own.values()))["loc"].new_ones(())}),
             self.structure,
             self.precision,
             self._layout(algorithm),
@@ -444,10 +430,6 @@ class PooledLaplace(_Untuned):
 
         return _Linearised(self, algorithm, view, lambda _: [inverse()], tensors)
 
-    def _view(self, algorithm: "Algorithm", given: Server) -> View:
-        own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
-        return own | {"n": next(iter(own.values()))["loc"].new_ones(())}
-
     def _layout(self, algorithm: "Algorithm") -> Layout:
         last = self.structure == "last_layer"
         return Layout(algorithm.model, last_layer(algorithm.model) if last else self.pattern)
@@ -455,12 +437,12 @@ class PooledLaplace(_Untuned):
 
 @dataclass(frozen=True)
 class Heads(_Untuned):
-    """Predict with a head of each client's own, a Gaussian of all the weights of the block
-    `own_head`, which is the network's last layer; `bf.with_heads` makes methods that have it.
+    """Predict with each client's own head, a Gaussian of all weights of the network's last layer,
+    the block `own_head`; `bf.with_heads` makes such methods.
 
-    The clients' surveys find what their heads have in common, a normal prior, and how much of the
-    heads' uncertainty helps predictions (`bayesfl.posteriors.heads`). A client's Gaussian is that
-    of its training rows under this prior; so one that joins later has a head, too.
+    Surveys estimate a normal prior that all heads share, and how much of the heads' uncertainty
+    helps predictions (`bayesfl.posteriors.heads`). A client's Gaussian is the posterior given its
+    training rows under this prior, also for a client that joins later.
 
     Example:
         >>> plain = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
@@ -479,8 +461,8 @@ class Heads(_Untuned):
     def asks(
         self, algorithm: "Algorithm", server: Server, known: Mapping[str, Tensors]
     ) -> tuple[str, Hierarchy | Scaled] | None:
-        """Return the next survey: of what heads have in common, and then of how wide their prior
-        and their predictions are, see `AskingPredictor`.
+        """Return the next survey: first of the heads' common prior, then of the widths of the prior
+        and of the predictions, see `AskingPredictor`.
         """
         head = self._head(algorithm)
         if HIERARCHY not in known:
@@ -504,19 +486,20 @@ class Heads(_Untuned):
         return self.restored(algorithm, view | {HEAD: own}, {"width": scaled["width"]})
 
     def rows(self, algorithm: "Algorithm", view: View, x: Inputs, y: Tensor) -> Rows:
-        """Return what a client's rows say of its last layer.
+        """Return the statistics of a client's rows for its last layer.
 
         Raises:
-            ValueError: The linear layer that the network declares last does not make its outputs.
+            ValueError: The linear layer that the network declares last does not compute its
+                outputs.
         """
         layout = algorithm.layout(HEAD)
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
         found = curvature.last_layer(x)
         if found is None:
             raise ValueError(
-                f"the linear layer that the network declares last, {layout.names}, does not make "
-                "its outputs: declare the one that does last in __init__; its weights keep their "
-                "names"
+                f"the linear layer that the network declares last, {layout.names}, does not "
+                "compute its outputs: declare the one that does last in __init__; its weights keep "
+                "their names"
             )
         features = found[0]
         if len(layout.names) == 2:
@@ -524,13 +507,13 @@ class Heads(_Untuned):
         return Rows(features.cpu(), y.cpu())
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return how much of the Gaussian's width counts, see `StoredPredictor`; the Gaussian
-        itself is in the predictor's view.
+        """Return the factor of the Gaussian's width, see `StoredPredictor`; the Gaussian itself is
+        in the predictor's view.
         """
         return fitted.state
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor by the Gaussian in its view, see `StoredPredictor`."""
+        """Return one client's predictor from the Gaussian in its view, see `StoredPredictor`."""
         layout = algorithm.layout(HEAD)
         root = tensors["width"].double() * FullGaussian().cholesky(view[HEAD]).double()
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
@@ -550,198 +533,77 @@ def _on_cpu(state: Tensors) -> Tensors:
 
 
 def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
-    """Return a predictor's options, and of whose rows its curvature is, as text."""
+    """Return a predictor's options, and the rows of its curvature, as text."""
     options = ", ".join(f"{of.name}={getattr(rule, of.name)!r}" for of in fields(rule))
     return f"{type(rule).__name__}({options}; the curvature of {whose} rows)"
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(_Untuned):
     """Predict with all copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its
-    mean or by a posterior of its own.
+    mean.
 
-    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture;
-    of intervals by quantiles the ends are averaged. Copies of weight 0 take no part.
-
-    `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of
-    FedEM's components, under one precision, which is chosen for the predictions of the mixture.
-    That of copy m is fitted to the client's training data, where example i counts by its
-    responsibility q_im = pi_m p(y_i | x_i, w_m) / sum_k pi_k p(y_i | x_i, w_k), as in EM's M step,
-    so its precision is sum_i q_im J_i' Lambda_i J_i plus the prior's, and a copy that explains no
-    example keeps the prior. The responsibilities are constants: the curvature of the mixture's
-    likelihood itself has further terms, since they move with the weights.
-
-    With `each`, `epistemic` is the entropy of the mixture's probabilities less `aleatoric`, the
-    mean over copies, by pi, of their own, and at least 0; by draws it is the mutual information of
-    label and (copy, weights). So it holds what the copies disagree on, although more data may never
-    tell which of them makes an example. For targets it is the variance of the outputs over copies
-    and weights, summed over O. It is NaN without `each`, and under link="per_class". Draws of all
-    copies use the same normals.
+    Probabilities are averaged, not logits. For targets, the result has the moments of the mixture.
+    The ends of quantile intervals are averaged. Copies of weight 0 do not contribute.
 
     Args:
         block: Name of the block with copies.
         weights: Name of the mixture weights pi [M] in a client's view.
-        each: Predictor of one copy, `LinearisedLaplace` or `LinearisedBelief`; None for its mean.
 
     Example:
         >>> bf.algorithms.fedem(bf.models.mlp(64, hidden=8, outputs=10)).predictor
-        Mixture(block='components', weights='pi', each=None)
+        Mixture(block='components', weights='pi')
     """
 
     block: str
     weights: str
-    each: LinearisedLaplace | LinearisedBelief | None = None
 
     @property
-    def tunes(self) -> str:
-        """Return the name of the number that `each` tunes, see `Predictor`."""
-        return "" if self.each is None else self.each.tunes
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """Return the candidates of `each`, see `Predictor`."""
-        return () if self.each is None else self.each.grid
-
-    @property
-    def needs_data(self) -> bool:
-        """Return whether `each` needs training data, see `StoredPredictor`."""
-        return self.each is not None and self.each.needs_data
-
-    @property
-    def reads(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the name of the weights, see `StoredPredictor`."""
         return (self.weights,)
 
     def check(self, algorithm: "Algorithm") -> None:
-        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
-        does not fit the algorithm.
-        """
+        """Raise ValueError if the predictor does not fit the algorithm."""
         if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
             raise ValueError(
                 f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and "
                 "have copies"
             )
-        if self.each is not None:
-            self.each.check_one(algorithm)
 
     def __call__(
         self, algorithm: "Algorithm", given: Server, view: View, data: Batch
     ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
-        views = self._views(algorithm, view)
+        pi = view[self.weights]
+        copies = pi.nonzero().flatten().tolist()
+        views = [algorithm.of_copy(algorithm.parts, view, m) for m in copies]
 
-        def fit() -> dict[int, FittedPredictor]:
-            assert self.each is not None
-            shares = (
-                self._responsibilities(algorithm, view, data, list(views))
-                if self.each.needs_data
-                else {}
-            )
-            return {
-                m: self.each(algorithm, given, one, data | shares.get(m, {}))
-                for m, one in views.items()
-            }
+        def predict(x: Inputs, **_: Any) -> Tensors:
+            found = [_at_mean(algorithm, one, x) for one in views]
+            stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
+            return _mixed(stacked, pi[copies])
 
-        return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
+        return predict
 
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors of `each` for every copy, named by its number, see
-        `StoredPredictor`.
-        """
-        if self.each is None:
-            return {}
-        return {
-            f"{m}_{k}": t
-            for m, one in fitted.each.items()
-            for k, t in self.each.stored(one, value, limit=limit).items()
-        }
+        """Return nothing, because the view has all weights, see `StoredPredictor`."""
+        return {}
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
-        views = self._views(algorithm, view)
-        if self.each is None:
-            return _Mixed(algorithm, view[self.weights], views, None)
-        own = {
-            m: {k.removeprefix(f"{m}_"): t for k, t in tensors.items() if k.startswith(f"{m}_")}
-            for m in views
-        }
-        each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
-        return _Mixed(algorithm, view[self.weights], views, lambda: each)
+        """Return one client's predictor, see `StoredPredictor`."""
+        return self(algorithm, {}, view, {})
 
     def mixed(self, found: Tensors, view: View) -> Tensors:
-        """Return the predictions of clients [C, N, ...] by those of their copies at the means,
+        """Return the predictions of clients [C, N, ...] from those of their copies at the means,
         [C, M, N, ...].
         """
         return _mixed({name: t.movedim(1, -1) for name, t in found.items()}, view[self.weights])
 
-    def _views(self, algorithm: "Algorithm", view: View) -> dict[int, View]:
-        """Return, for each copy of weight > 0, the view of a client that has it alone, with its
-        share of the client's n examples.
-        """
-        pi = view[self.weights]
-        return {
-            m: algorithm.of_copy(algorithm.parts, view, m) | {"n": view["n"] * pi[m]}
-            for m in pi.nonzero().flatten().tolist()
-        }
-
-    def _responsibilities(
-        self, algorithm: Any, view: View, data: Batch, copies: list[int]
-    ) -> dict[int, Tensors]:
-        """Return how much each example counts for each of these copies, [N], as the `weight` of a
-        batch.
-        """
-        every = pieces({"x": data["x"], "y": data["y"]}, PIECE)
-        losses = torch.cat(
-            [algorithm.losses_of_copies(algorithm.parts, view, some)[copies] for some in every], -1
-        )
-        q, _ = responsibilities(view[self.weights][copies], losses)
-        return {m: {"weight": one} for m, one in zip(copies, q.unbind(-1), strict=True)}
-
-
-class _Mixed:
-    """One client's predictor by several copies together, see `FittedPredictor`.
-
-    Args:
-        algorithm: The method.
-        pi: Mixture weights [M].
-        views: A view for each copy that takes part.
-        fit: Function that makes the predictor of each of these; None for their means.
-    """
-
-    def __init__(
-        self,
-        algorithm: "Algorithm",
-        pi: Tensor,
-        views: dict[int, View],
-        fit: Callable[[], dict[int, FittedPredictor]] | None,
-    ) -> None:
-        self._algorithm, self._views, self._fit = algorithm, views, fit
-        self._pi = pi[list(views)]
-
-    @cached_property
-    def each(self) -> dict[int, FittedPredictor]:
-        """Return the copies' predictors, by number."""
-        return {} if self._fit is None else self._fit()
-
-    def __call__(
-        self,
-        x: Inputs,
-        *,
-        value: float | tuple[float, ...] | None = None,
-        noise: Tensor | None = None,
-        plain: bool = False,
-    ) -> Tensors:
-        if plain or self._fit is None:
-            found = [_at_mean(self._algorithm, view, x) for view in self._views.values()]
-        else:
-            found = [one(x, value=value, noise=noise) for one in self.each.values()]
-        stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
-        return _mixed(stacked, self._pi)
-
 
 def _mixed(stacked: Tensors, pi: Tensor) -> Tensors:
-    """Return the prediction of a mixture by those of its copies, [..., M], and their weights pi
-    [M], or [C, M] of several clients; copies of weight 0 take no part.
+    """Return the prediction of a mixture from those of its copies, [..., M], and their weights pi
+    [M], or [C, M] for several clients; copies of weight 0 do not contribute.
     """
 
     def weighed(t: Tensor) -> Tensor:
@@ -749,20 +611,15 @@ def _mixed(stacked: Tensors, pi: Tensor) -> Tensors:
         return torch.where(shares > 0, t * shares, 0.0).sum(-1)
 
     mean = {name: weighed(t) for name, t in stacked.items()}
-    if "aleatoric" in mean:
-        entropy = torch.special.entr(mean["probs"]).sum(-1)
-        return mean | {"epistemic": (entropy - mean["aleatoric"]).clamp_min(0)}
-    if "probs" in mean:
-        return mean
-    spread = weighed((stacked["mean"] - mean["mean"].unsqueeze(-1)).square())
     if "variance" in mean:
-        mean["variance"] = mean["variance"] + spread
-    return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
+        apart = stacked["mean"] - mean["mean"].unsqueeze(-1)
+        mean["variance"] = mean["variance"] + weighed(apart.square())
+    return mean
 
 
 @dataclass(frozen=True, eq=False)
 class _Linearised:
-    """One client's predictor by the linearised network, see `FittedPredictor`.
+    """Predict for one client with the linearised network, see `FittedPredictor`.
 
     Args:
         rule: The method's predictor.
@@ -770,7 +627,7 @@ class _Linearised:
         view: The client's view.
         inverses: Function from prior precisions that are tried, or None, to the covariances of the
             weights.
-        state: What is stored of the surveys that `PooledLaplace` and `Heads` need.
+        state: Stored results of the surveys that `PooledLaplace` and `Heads` need.
     """
 
     rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace | Heads"
@@ -798,8 +655,8 @@ class _Linearised:
         return joined if several else {name: t[0] for name, t in joined.items()}
 
     def _of(self, inverse: Any, x: Inputs, noise: Tensor | None) -> Tensors:
-        """Return the predictions by the covariances of an inverse, [G, N, ...]; warn where they are
-        the prior's, under a precision that was given.
+        """Return the predictions under the covariances of an inverse, [G, N, ...]; warn if the
+        prior determines them, under a given precision.
         """
         rule, likelihood = self.rule, self.algorithm.likelihood
         mean, covariance = inverse.predict(
@@ -807,8 +664,7 @@ class _Linearised:
         )
         # Kappa is defined for logits, not for the variance of targets.
         classes = likelihood.task == "classification"
-        # A copy that made no example has the prior under any precision.
-        fixed = rule.precision not in (None, "evidence") and float(self.view["n"]) >= 1
+        fixed = rule.precision not in (None, "evidence")
         if (
             fixed
             and classes
@@ -820,7 +676,7 @@ class _Linearised:
                 else f"predictive_precision={rule.precision}"
             )
             warn(
-                f"{which} leaves the predictions to the prior (the median kappa is below "
+                f"{which} lets the prior determine the predictions (the median kappa is below "
                 f"{SHRUNK}); choose a precision on validation data: predictive_precision=None "
                 "under an isotropic prior",
             )
@@ -838,14 +694,14 @@ class _Linearised:
 @dataclass(frozen=True)
 @declared
 class Neighbours:
-    """Predict by the model and by a client's own nearest rows.
+    """Predict from the model and from a client's own nearest rows.
 
     Args:
-        k: Number of rows that count; all where a client has fewer.
-        scale: Number by which distances are divided.
-        share: Share lam of the rows in the prediction: a number; `own`, that of the largest mean
-            log likelihood of the client's validation rows, 0 for a client without any; or `common`,
-            one for all clients, chosen on the validation rows of all.
+        k: Number of nearest rows; all rows if a client has fewer.
+        scale: Divisor of distances.
+        share: Share lam of the rows in the prediction: a number; `own`, the share with the largest
+            mean log likelihood of the client's validation rows, 0 for a client without any; or
+            `common`, one for all clients, chosen on the validation rows of all.
 
     Example:
         >>> bf.algorithms.knn_per(bf.models.mlp(64, hidden=8, outputs=5), share=0.5).predictor
@@ -872,11 +728,11 @@ class Neighbours:
         return (self.share,)
 
     def check(self, algorithm: "Algorithm") -> None:
-        """Raise ValueError where rows cannot vote, or there are no features."""
+        """Raise ValueError if rows cannot vote, or there are no features."""
         if not isinstance(algorithm.likelihood, Categorical) or not has_body(algorithm.model):
             raise ValueError(
-                "neighbours are found by a network's features, and vote for classes: take "
-                "likelihood=Categorical() and a bf.models.SplitModel whose body is trained"
+                "neighbours are found in a network's features, and vote for classes: use "
+                "likelihood=Categorical() and a bf.models.SplitModel with a trained body"
             )
 
     def __call__(
@@ -899,7 +755,7 @@ class Neighbours:
         return fitted.args[-1]
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor by its rows' features, see `StoredPredictor`."""
+        """Return one client's predictor from its rows' features, see `StoredPredictor`."""
         return partial(self._predict, algorithm, view, tensors)
 
     def _predict(
@@ -922,7 +778,7 @@ class Neighbours:
         return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
 
     def _votes(self, rows: Tensors, features: Any, outputs: Tensor) -> Tensor:
-        """Return p_kNN [N, O] at features [N, F] by rows' `features` [n, F] and `labels` [n]."""
+        """Return p_kNN [N, O] at features [N, F] from rows' `features` [n, F] and `labels` [n]."""
         held, labels = rows["features"].to(features), rows["labels"]
         apart = torch.cdist(features, held, compute_mode=EXACT).square() / features.shape[-1]
         near, places = apart.topk(min(self.k, len(labels)), largest=False)
@@ -931,8 +787,8 @@ class Neighbours:
 
 
 def _at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
-    """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part
-    is NaN.
+    """Return the prediction at `x` [N, *] with one client's blocks at their means; its epistemic
+    part is NaN.
     """
     found = algorithm.likelihood.predictive(
         algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0)
@@ -947,20 +803,20 @@ def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "
     check_known(algorithm.likelihood)
     if rule.link == "draws" and not algorithm.draws:
         raise ValueError(
-            "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, "
-            "draws=100, predictor=...), which is not the number that a function such as pfedvem "
-            "takes for its steps; or take link='contrasts'"
+            "link='draws' needs a number of draws for predictions: dataclasses.replace(method, "
+            "draws=100, predictor=...); the option draws of methods such as pfedvem is for "
+            "training steps. Or use link='contrasts'"
         )
 
 
 def _refuse_copies(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
-    """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises
-    one.
+    """Raise ValueError if a method predicts with several copies, because the rule linearises one
+    network.
     """
     if (copies := algorithm.copies(algorithm.parts)) is not None:
         several = next(part for part in algorithm.parts if algorithm.blocks[part].copies)
         raise ValueError(
-            f"a linearised network is one model, and block {several!r} has {copies} copies; "
-            f"take Mixture({several!r}, 'pi', each={type(rule).__name__}()), with the "
-            "name of the mixture's weights for 'pi'"
+            f"{type(rule).__name__} linearises one network, and block {several!r} has {copies} "
+            f"copies; use Mixture({several!r}, 'pi'), with the name of the mixture's weights for "
+            "'pi'"
         )

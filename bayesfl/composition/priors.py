@@ -1,4 +1,4 @@
-"""Priors p(w_j | w), which tie a client's belief about a block to the federation."""
+"""Priors p(w_j | w), which link a client's posterior of a block to the federation."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from bayesfl.base.options import NotNegative, declared
 from bayesfl.base.protocols import Prior, Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
-"""Function that reads a prior's parameter from what was received and from the client's view at the
-start of a phase: (given, view) -> tensor that broadcasts against [..., D].
+"""Function that reads a prior's parameter from the received entries and from the client's view at
+the start of a phase: (given, view) -> tensor that broadcasts against [..., D].
 """
 
 
 @dataclass(frozen=True)
 class Flat:
-    """No prior: an improper constant density, of energy 0. Only posteriors that draw nothing, such
+    """Use no prior: an improper constant density, of energy 0. Only posteriors without draws, such
     as `Point`, can have it.
 
     Example:
@@ -36,15 +36,14 @@ class Flat:
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Normal:
-    """The Gaussian prior p(w_j | w) = N(centre, diag(variance)).
+    """Use the Gaussian prior p(w_j | w) = N(centre, diag(variance)).
 
-    It is constant while a phase trains: centre and variance read the view as it was when the phase
-    began.
+    It is constant during a phase: centre and variance read the view at the start of the phase.
 
     Args:
         centre: (given, view) -> tensor that broadcasts against [..., D].
         variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is
-            [..., 1]. Where the energy's likelihood is a mean over n examples, a pull of lambda / 2
+            [..., 1]. If the energy's likelihood is a mean over n examples, a pull of lambda / 2
             |w_j - w|^2 is the variance 1 / (lambda n).
 
     Example:
@@ -59,8 +58,8 @@ class Normal:
     variance: Parameter
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Compute the expected negative log density [...] in nats under a belief with moments `loc`
-        and `var` [..., D].
+        """Compute the expected negative log density [...] in nats under a posterior with moments
+        `loc` and `var` [..., D].
         """
         variance = self.variance(given, view)
         squares = ((loc - self.centre(given, view)).square() + var) / variance
@@ -69,15 +68,15 @@ class Normal:
 
 @dataclass(frozen=True)
 class Tilt:
-    """The improper prior p(w_j | w) proportional to exp(-slope . w_j), an exponential tilt: the
-    slope is added to the gradient of every step, as SCAFFOLD's control variates are.
+    """Use the improper prior p(w_j | w) proportional to exp(-slope . w_j), an exponential tilt: the
+    slope is added to the gradient of every step, like SCAFFOLD's control variates.
 
-    It is constant while a phase trains. Posteriors that draw need another prior, under which their
-    width is bounded.
+    It is constant during a phase. Posteriors with draws need another prior, because this one does
+    not bound their width.
 
     Args:
-        slope: (given, view) -> tensor that broadcasts against [..., D]. Where the energy's
-            likelihood is a mean over n examples, a term c . w_j is the slope n c.
+        slope: (given, view) -> tensor that broadcasts against [..., D]. If the energy's likelihood
+            is a mean over n examples, a term c . w_j is the slope n c.
 
     Example:
         >>> prior = bf.priors.Tilt(slope=lambda given, view: torch.tensor([1.0, 2.0]))
@@ -88,7 +87,7 @@ class Tilt:
     slope: Parameter
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Compute slope . loc [...] in nats under a belief of mean `loc` [..., D]."""
+        """Compute slope . loc [...] in nats under a posterior of mean `loc` [..., D]."""
         return (self.slope(given, view) * loc).sum(-1)
 
 
@@ -106,7 +105,8 @@ def is_normal(prior: Prior) -> TypeGuard[Normal]:
 def server_mean(block: str) -> Parameter:
     """Return a parameter that reads the centre of `block` as the server sent it to everyone, [D].
 
-    What the server addresses to a client is in that client's view, where `own_mean` reads it.
+    Entries that the server addresses to a client are in that client's view, where `own_mean` reads
+    them.
 
     Example:
         >>> bf.priors.server_mean("w")({"w": {"loc": torch.tensor([1.0, 2.0])}}, {}).tolist()
@@ -137,15 +137,14 @@ def closest_variance(
     moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0
 ) -> Tensor:
     """Compute by empirical Bayes the variance v [...] of the isotropic prior N(centre, v I) with
-    the smallest divergence from a belief.
+    the smallest divergence from a posterior.
 
     Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d -
     centre_d)^2). Under an inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v)
-    / (D + 2 shape + 2), which keeps a client whose belief collapses onto the centre from reaching
-    0.
+    / (D + 2 shape + 2), which stays above 0 for a client whose posterior collapses onto the centre.
 
     Args:
-        moments: Mean and variance of the belief, [..., D] each.
+        moments: Mean and variance of the posterior, [..., D] each.
         centre: Centre of the prior, which broadcasts against [..., D].
         shape: Shape a of the inverse-gamma hyperprior; with `shape` and `scale` 0 there is none.
         scale: Scale b of the inverse-gamma hyperprior, a variance.

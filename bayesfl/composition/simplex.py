@@ -6,8 +6,8 @@ Accelerated projected gradient finds the support approximately. On a support F t
 equality-constrained minimum is linear algebra; block pivoting exchanges all weights in F that are
 negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative matrix
 factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011,
-section 4). It usually ends after a few exchanges. Where the number of wrong weights does not fall,
-only the last of them changes sides, which ends, too (Murty's rule).
+section 4). It usually ends after a few exchanges. If the number of wrong weights does not fall,
+only the last of them changes sides, which also ends (Murty's rule).
 """
 
 import torch
@@ -39,37 +39,14 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
         linear: b [C, K].
 
     Raises:
-        ValueError: A number is not finite, or Q is not symmetric and positive definite.
         RuntimeError: The active-set method did not end within its limit of steps.
     """
     quadratic, linear = quadratic.double(), linear.double()
     scale = quadratic.diagonal().mean()
-    proper = bool(quadratic.isfinite().all()) and torch.allclose(
-        quadratic, quadratic.T, rtol=1e-9, atol=0.0
-    )
-    values = torch.linalg.eigvalsh(quadratic) if proper else scale.new_tensor([torch.nan])
-    if not (bool(linear.isfinite().all()) and bool(values[0] > 0)):
-        raise ValueError(
-            "quadratic must be symmetric and positive definite and all numbers finite; its least "
-            f"eigenvalue is {float(values[0]):.3g}"
-        )
+    steepest = float(torch.linalg.eigvalsh(quadratic)[-1] / scale)
     quadratic, linear = quadratic / scale, linear / scale
-    weights = _descended(quadratic, linear, float(values[-1] / scale))
+    weights = _descended(quadratic, linear, steepest)
     return _pivoted(quadratic, linear, weights > SMALLEST)
-
-
-def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
-    """Measure how far `weights` [C, K] are from a minimum, [C]: the worst violation of its
-    conditions, in units of Q's mean diagonal.
-
-    With g = Q a - b and nu = a' g the conditions are g - nu >= 0, with equality where a > 0, and
-    that a lies on the simplex.
-    """
-    slope = weights @ quadratic - linear
-    multipliers = slope - (weights * slope).sum(-1, keepdim=True)
-    worst = torch.maximum((-multipliers).amax(-1), (weights * multipliers).abs().amax(-1))
-    off = torch.maximum((weights.sum(-1) - 1).abs(), (-weights).amax(-1))
-    return torch.maximum(worst / quadratic.diagonal().mean(), off).clamp_min(0)
 
 
 def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
@@ -90,8 +67,8 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
     """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to
     1, and its level nu [C, 1].
 
-    Programs whose supports have one size are solved together, as many at once as fit a block of
-    memory.
+    Programs with supports of the same size are solved together, as many at once as fit into a block
+    of memory.
     """
     out, level = torch.zeros_like(linear), linear.new_zeros(len(linear), 1)
     sizes = support.sum(-1)
@@ -109,7 +86,7 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
 
 
 def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> Tensor:
-    """Return the minimisers [C, K] by block pivoting; programs that are solved drop out."""
+    """Return the minimisers [C, K] by block pivoting; solved programs are removed."""
     done, todo = torch.zeros_like(linear), torch.arange(len(linear), device=linear.device)
     fewest = torch.full_like(todo, linear.shape[1] + 1)
     for _ in range(EXCHANGES * linear.shape[1] + EXCHANGES):

@@ -3,8 +3,8 @@
 A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge: theta_j <- sum_k W_jk
 theta_k keeps the mean over clients. Repeated mixing converges to that mean if only one eigenvalue
 has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
-Control Letters 53(1), 2004). This holds on a connected graph whose clients also weigh their own
-parameters, as by `metropolis`; it fails where two groups only swap parameters.
+Control Letters 53(1), 2004). This holds on a connected graph if clients also weight their own
+parameters, as by `metropolis`; it fails if two groups only swap parameters.
 """
 
 from typing import Annotated
@@ -15,14 +15,14 @@ from torch import Tensor
 from bayesfl.base.options import Count, Natural, Range, declared
 from bayesfl.base.random import Purpose, generator
 
-TRIES = 100  # most random graphs drawn until one is connected
+TRIES = 100  # maximum number of random graphs until one is connected
 PERIODIC = 1e-7  # an eigenvalue whose modulus exceeds 1 minus this counts as 1
 
 
 @declared
 def ring(clients: Count) -> Tensor:
-    """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each
-    has one, a single client none.
+    """Return the edges [J, J] bool of a ring: each client has two neighbours; with two clients each
+    has one, a single client has none.
 
     Example:
         >>> bf.topology.ring(4).int().tolist()
@@ -32,30 +32,6 @@ def ring(clients: Count) -> Tensor:
     edges = torch.zeros(clients, clients, dtype=torch.bool)
     edges[places, (places + 1) % clients] = True
     return (edges | edges.T).fill_diagonal_(False)
-
-
-@declared
-def grid(rows: Count, columns: Count) -> Tensor:
-    """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r,
-    c) has up to four neighbours.
-
-    Example:
-        >>> bf.topology.grid(2, 3).sum(1).tolist()  # numbers of neighbours
-        [2, 3, 2, 2, 3, 2]
-    """
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
-    return torch.cdist(places, places, p=1).round() == 1
-
-
-@declared
-def complete(clients: Count) -> Tensor:
-    """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours.
-
-    Example:
-        >>> bf.topology.complete(3).int().tolist()
-        [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
-    """
-    return torch.ones(clients, clients, dtype=torch.bool).fill_diagonal_(False)
 
 
 @declared
@@ -75,14 +51,14 @@ def erdos_renyi(
     for index in range(TRIES):
         rng = generator(seed, Purpose.GRAPH, index=index)
         upper = torch.zeros(clients, clients, dtype=torch.bool)
-        for row in upper:  # numbers take eight times the memory of edges
+        for row in upper:  # numbers need eight times the memory of edges
             row.copy_(torch.from_numpy(rng.random(clients) < p))
         edges = upper.triu_(1) | upper.T
         if connected(edges):
             return edges
     raise ValueError(
-        f"none of {TRIES} graphs of {clients} clients with p={p} was connected; take a larger p, "
-        "or another graph"
+        f"none of {TRIES} graphs of {clients} clients with p={p} was connected; use a larger p, or "
+        "another graph"
     )
 
 
@@ -107,7 +83,7 @@ def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:
 
     Args:
         edges: The graph's edges, [J, J] bool.
-        clients: Whose rows of the matrix are made, [C], giving [C, J]; None for all.
+        clients: Clients with rows in the result, [C], for a result [C, J]; None for all.
 
     Raises:
         ValueError: `edges` is not a symmetric matrix of bools, False on its diagonal.
@@ -128,7 +104,7 @@ def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:
             f"{edges.dtype} {list(edges.shape)}"
         )
     clients = torch.arange(len(edges)) if clients is None else clients
-    # Row by row: a sum of bools makes integers of all first.
+    # Row by row: a sum of bools first converts all of them to integers.
     degree = torch.tensor(
         [int(row.sum()) for row in edges], dtype=torch.float64, device=edges.device
     )
@@ -148,16 +124,14 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
 
     Raises:
         ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative
-            entries; its graph is not connected; or repeated mixing oscillates for ever.
+            entries; its graph is not connected; or repeated mixing does not converge.
     """
     weights = torch.as_tensor(weights, dtype=torch.float64)
-    wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
+    wanted = len(weights) if clients is None else clients
     if weights.shape != (wanted, wanted):
-        size = "J" if clients is None else clients
         raise ValueError(
-            f"the mixing matrix must be [{size}, {size}], one row for each client, got "
-            f"{list(weights.shape)}; topology.metropolis(edges) makes one, as of "
-            "topology.ring(clients)"
+            f"the mixing matrix must be [{wanted}, {wanted}], one row for each client, got "
+            f"{list(weights.shape)}; topology.metropolis(topology.ring(clients)) makes one"
         )
     sums = torch.stack([weights.sum(0), weights.sum(1)])
     if (
@@ -174,8 +148,8 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
     edges = weights > 0
     if not connected(edges | edges.T):
         raise ValueError(
-            "the mixing matrix's graph is not connected, so some clients never hear of others; add "
-            "edges"
+            "the mixing matrix's graph is not connected, so some clients never exchange models; "
+            "add edges"
         )
     # One client with a weight on itself is enough to prevent oscillation.
     if (
@@ -184,8 +158,8 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
         and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC
     ):
         raise ValueError(
-            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes "
-            "round and never ends at the mean: give every client a weight of its own, as "
+            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing "
+            "oscillates and never converges to the mean: give every client a weight for itself, as "
             "topology.metropolis(edges) does"
         )
     return weights

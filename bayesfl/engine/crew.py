@@ -25,7 +25,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def apart(phase: Any) -> AbstractContextManager[Any]:
-    """Return a context in which no two threads run the steps of a user's phases at once.
+    """Return a context that lets only one thread at a time run the steps of a user's phases.
 
     Such steps may use forward-mode differentiation, as torch.func.hessian and jvp do. Its level is
     one number for all threads of a process: two at once fail, or one reads the other's tangents.

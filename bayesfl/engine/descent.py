@@ -332,7 +332,7 @@ class _Other:
 
     Args:
         algorithm: The algorithm.
-        name: The name by which the penalty reads them.
+        name: Their name in the penalty.
         leaves: Parameters and buffers by name, [C, *shape], or [*shape] if they are the same for
             all clients.
         kernel: Kernel that computes the model for a chunk.

@@ -147,8 +147,6 @@ class Engine:
         """
         model, device = algorithm.model, like.device
         module = algorithm.module(like, train=train)
-        if self.kernel == "layers":
-            layers.refuse(module, x)
         if self.kernel == "vmap":
             vmap.refuse(model)
         if self.kernel != "auto":

@@ -95,7 +95,7 @@ def supported(module: nn.Module, x: Inputs) -> bool:
     """Return whether a module can be run; the answer is cached, so the module must not change.
 
     Args:
-        module: The module, in the mode in which it will run.
+        module: The module, in the mode of its runs.
         x: Inputs [N, ...] of a client, at least one example; in training as many as its largest
             batch has, because a forward pass may depend on their number.
     """
@@ -140,20 +140,6 @@ def _heavy(module: nn.Module, x: Inputs, rows: int) -> bool:
     wide = weights > WEIGHTS or filters > FILTERS
     unknown = any(isinstance(one, str) for one in recordings)
     return unknown or numbers > MOST or (wide and numbers > NUMBERS)
-
-
-def refuse(module: nn.Module, x: Inputs) -> None:
-    """Raise ValueError with the reason if a module cannot be run."""
-    for part, some in _parts(module, x):
-        if isinstance(reason := _plan(part, some, count(x)), str):
-            raise _refusal(module, reason)
-
-
-def _refusal(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
-        "kernel='auto', which selects a kernel that can run the model"
-    )
 
 
 def _once(
@@ -225,7 +211,7 @@ def _plan(module: nn.Module, x: Inputs, rows: int = EXAMPLES, axes: int = 1) -> 
 
 
 def _wide(module: nn.Module) -> nn.Module:
-    """Return a copy in double precision, in which rounding hides no difference."""
+    """Return a copy in double precision, so that rounding hides no difference."""
     return duplicate(module).to(device="cpu", dtype=torch.float64)
 
 
@@ -265,8 +251,8 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
 
 
 def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
-    """Return whether a plan computes the same as the module, for two clients with different
-    weights, one of which has fewer rows.
+    """Return whether a plan computes the same as the module, for two clients with different weights
+    and numbers of rows.
 
     The weights are changed, so that no slope is 0, as it is before a head of zeros.
     """
@@ -320,7 +306,10 @@ def kernel(module: nn.Module) -> Passage:
     ) -> Pass:
         plan = _plan(module, x, first(x).shape[1 + lifted], 2 + lifted)
         if isinstance(plan, str):
-            raise _refusal(module, plan)
+            raise ValueError(
+                f"the layers kernel cannot run {type(module).__name__}, which {plan}; use "
+                "kernel='auto', which selects a kernel that can run the model"
+            )
         return _run(plan, module, leaves, slopes, x, lifted, through, rows)
 
     return passage

@@ -26,7 +26,7 @@ memory layout saves (ResNet-18).
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    """Return whether the module has convolutions, for which the memory layout matters."""
+    """Return whether the module has convolutions, whose speed depends on the memory layout."""
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 

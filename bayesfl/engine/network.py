@@ -19,7 +19,7 @@ also writes the leaves' slopes.
 
 
 class Shares(NamedTuple):
-    """Hold the weights with which a norm computes the statistics of clients' batches.
+    """Hold a norm's weights for the statistics of clients' batches.
 
     Args:
         each: The share of each value of a channel in its client's mean, [C, B]; 0 for padding.
@@ -49,8 +49,8 @@ class Rows:
     _shares: dict[int, Shares] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, x: Tensor, places: int) -> Shares:
-        """Return the shares for norms of x [C, B, ...] in which an example has this number of
-        values of a channel; computed once for all norms.
+        """Return the shares for norms of x [C, B, ...] with this number of values of a channel for
+        each example; computed once for all norms.
         """
         if places not in self._shares:
             real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight
@@ -112,8 +112,7 @@ class Passage(Protocol):
 
         Args:
             leaves: Parameters by name, [C, *shape], or [C, S, *shape] if drawn.
-            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the
-                requested slopes.
+            slopes: Buffers, in the leaves' shapes, for the requested slopes of the backward pass.
             x: Inputs [C, B, ...], or [C, S, B, ...] if lifted.
             lifted: Whether the inputs have an axis of draws.
             through: Whether the slope at the inputs is requested.

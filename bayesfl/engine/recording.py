@@ -19,7 +19,7 @@ from bayesfl.base.inputs import Inputs, call, each, in_precision, named
 from bayesfl.models.weights import bound as at_weights
 
 ROWS = (2, 3)
-"""Numbers of rows on which forward passes are recorded and compared, after one row."""
+"""Numbers of rows of recorded and compared forward passes, after one row."""
 _WIDTHS = (torch.float64, torch.float32)
 READS = {
     "__get__",
@@ -111,7 +111,7 @@ def recorded(module: nn.Module, x: Inputs) -> Recording:
     restored.
 
     Args:
-        module: The module in float64, in the mode in which it will run.
+        module: The module in float64, in the mode of its runs.
         x: Inputs in float64 with at least as many examples as the largest of `ROWS`.
 
     Raises:
@@ -315,7 +315,7 @@ def _needed(recording: Recording) -> Recording:
 
 
 def _pooled_first(steps: list[Operation], out: int) -> tuple[Operation, ...]:
-    """Move a max pooling before a ReLU, with which it commutes, to reduce the work."""
+    """Move a max pooling before a ReLU to reduce the work; the two commute."""
     readers = [place for step in steps for place in step.places] + [out]
     of = {step.out: i for i, step in enumerate(steps)}
     for i, pool in enumerate(steps):
@@ -323,16 +323,17 @@ def _pooled_first(steps: list[Operation], out: int) -> tuple[Operation, ...]:
         if pool.function is not nn.functional.max_pool2d or before is None:
             continue
         relu = steps[before]
-        if relu.function not in _RELUS or readers.count(relu.out) > 1 or pool.piece is not None:
+        if (
+            relu.function not in (nn.functional.relu, torch.relu, Tensor.relu)
+            or readers.count(relu.out) > 1
+            or pool.piece is not None
+        ):
             continue
         steps[before] = pool._replace(
             args=(relu.args[0], *pool.args[1:]), places=relu.places, out=relu.out
         )
         steps[i] = relu._replace(args=(Given(relu.out),), places=(relu.out,), out=pool.out)
     return tuple(steps)
-
-
-_RELUS = (nn.functional.relu, torch.relu, Tensor.relu)
 
 
 def bound(function: Callable[..., Any], step: Operation) -> tuple[Any, ...]:

@@ -29,12 +29,12 @@ class Call(NamedTuple):
 
     Args:
         wanted: For each tensor among the arguments, whether a slope at it is needed.
-        into: For each, the buffer into which its slope may be written; None for no buffer.
+        into: For each, the buffer for its slope; None for no buffer.
         lifted: For each, whether it has an axis of draws after that of the clients.
         rows: The clients' rows, and the addresses of their draws.
         draw: Number of earlier random draws in the forward pass; None for a function without
             draws.
-        draws: Number of draws of weights for which the forward pass is run.
+        draws: Number of draws of weights in the forward pass.
     """
 
     wanted: tuple[bool, ...]
@@ -682,8 +682,6 @@ def _changed(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-ADD = _pair(torch.add, lambda slope, one, other: [slope, slope])
-MULTIPLY = _pair(torch.mul, lambda slope, one, other: [slope * other, slope * one])
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
@@ -730,12 +728,18 @@ RULES: dict[Callable[..., Any], Rule] = {
         _elementwise(lambda call, x: torch.sigmoid(x), aten.sigmoid_backward, by_output=True),
     ),
     **dict.fromkeys((Tensor.detach, torch.detach), _elementwise(lambda call, x: x, lambda s, x: s)),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__iadd__), ADD),
+    **dict.fromkeys(
+        (torch.add, Tensor.add, Tensor.add_, Tensor.__iadd__),
+        _pair(torch.add, lambda slope, one, other: [slope, slope]),
+    ),
     **dict.fromkeys(
         (torch.sub, Tensor.sub), _pair(torch.sub, lambda slope, one, other: [slope, -slope])
     ),
     Tensor.__rsub__: _pair(lambda a, b: torch.sub(b, a), lambda slope, a, b: [-slope, slope]),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.mul_, Tensor.__imul__), MULTIPLY),
+    **dict.fromkeys(
+        (torch.mul, Tensor.mul, Tensor.mul_, Tensor.__imul__),
+        _pair(torch.mul, lambda slope, one, other: [slope * other, slope * one]),
+    ),
 }
 """The rules by function; other functions are `batched`."""
 LIFTING: dict[Rule, Rule] = {

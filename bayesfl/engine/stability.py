@@ -47,8 +47,6 @@ CONSTANT = 0.9
 ENOUGH_EXAMPLES = 10
 """Minimum number of examples for the check of constant features."""
 
-_TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
-
 
 def watch(
     algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, batch: Batch, who: str
@@ -108,7 +106,8 @@ def if_unstable(
     room = 2 * (1 + momentum) / rate - curvature
     tie = (
         f", or a prior precision below {room:.3g}, a prior scale above "
-        f"{(float(weight) / room) ** 0.5:.3g}{_TIES}"
+        f"{(float(weight) / room) ** 0.5:.3g} (precision in pfedmap, scale_floor or prior_scale in "
+        "pfedvem)"
         if room > 0
         else ""
     )

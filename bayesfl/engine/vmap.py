@@ -135,7 +135,7 @@ def run(
     plan: PhasePlan,
     batch: Batch | None = None,
     *,
-    losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor] | None = None,
+    losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor],
 ) -> tuple[View, Info]:
     """Run any pure phase for a chunk of clients, step by step over those still training.
 
@@ -164,7 +164,6 @@ def run(
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
         if parts := getattr(phase, "losses", ()):
-            assert losses is not None
             data = {**data, "losses": losses(algorithm, parts, seen, data)}
 
         def step(

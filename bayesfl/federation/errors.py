@@ -9,8 +9,8 @@ class DivergenceError(RuntimeError):
 
     Attributes:
         client: The client whose training diverged; None for the server.
-        round: The round in which it diverged, from 1.
-        phase: The phase of the method in which it diverged, from 1; None for the server.
+        round: The round of the divergence, from 1.
+        phase: The method's phase at that time, from 1; None for the server.
         result: The run up to its last finite round; None while new clients are adapted.
 
     Example:

@@ -30,7 +30,7 @@ class Place:
     """Describe where a client's last accepted state is stored.
 
     Args:
-        experiment: Name of the experiment under which the client stores it.
+        experiment: Name of the client's experiment.
         client: The client's number in that experiment.
         base: The state's name; empty for the initial one of that experiment.
     """
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Before:
-    """Describe the states of earlier runs from which the clients of a run start.
+    """Describe clients' states of earlier runs, with which a run starts.
 
     Args:
         places: For each client of this run the place of its state; None for a new client.
@@ -63,7 +63,7 @@ class Deployed(Run):
     Args:
         algorithm: The method.
         settings: The run's settings.
-        experiment: The experiment's name, under which clients store their states.
+        experiment: The experiment's name, part of the path of clients' states.
         sessions: Sessions of the servers that have run the experiment, in order, the present one
             last.
         round: Number of rounds done.
@@ -76,12 +76,12 @@ class Deployed(Run):
         dtype: The precision of the state.
         measures: {client: {measure: number}} of the last evaluation on test data, for clients that
             share theirs.
-        before: The states from which the clients started; None for the method's own start.
+        before: The clients' states at the start; None for the method's own start.
         names: The clients' names, as received from their nodes; empty text for an unknown name, and
             empty if all are unknown.
         keys: Public keys of the clients' nodes from the checkpoint, {client: hexadecimal digits}.
         counts: Numbers of training examples from the checkpoint, {client: n}.
-        began: Description of the state from which the run started; differs between states.
+        began: Description of the run's start; differs between states.
         calibration: The steps of calibration that are fitted after training.
         after: Objects fitted after training: the clients' answers to the surveys of the method's
             predictor, and the steps of calibration without clients' own parameters; empty before
@@ -146,7 +146,7 @@ class Deployed(Run):
         `bayesfl.flower.load` or `serve(start=)`.
 
         Raises:
-            ValueError: `path` is a file, or lies under one.
+            OSError: `path` is a file, or lies under one.
         """
         files.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 

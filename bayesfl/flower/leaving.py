@@ -28,7 +28,7 @@ HELLO = {
     "augment": "the same of the function of inputs in training",
     "columns": "the same of the encoding of a frame's columns",
 }
-"""Contents of the message with which a client introduces itself, sent once."""
+"""Contents of a client's first message, sent once."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def leaves(
 
 
 def _pretended(survey: Survey[Any], about: Outputs) -> tuple[Tensors, dict[str, int]]:
-    """Return the last state of a survey in which every answer is 1 and no candidate fails, and the
-    sizes of the answers.
+    """Return the last state of a survey if every answer is 1 and no candidate fails, and the sizes
+    of the answers.
     """
     sizes: dict[str, int] = {}
 

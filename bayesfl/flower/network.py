@@ -61,8 +61,7 @@ class Connection:
         they arrive.
 
         Raises:
-            CheckpointError: All clients have lost their states of the run from which this one
-                started.
+            CheckpointError: All clients have lost their states of the earlier run (`start=`).
         """
         nodes = self.roster.nodes
         there = {client: (nodes[client], orders[client]) for client in orders if client in nodes}
@@ -86,7 +85,7 @@ class Connection:
 class Journey(Transport):
     """Carry one attempt at a round over a network.
 
-    Clients store a round's new state under another name than the state from which they started, so
+    Clients store a round's new state under another name than their state before the round, so
     nothing needs to be restored: the server selects the valid state by the name that it sends next.
 
     Args:

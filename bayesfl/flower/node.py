@@ -100,7 +100,7 @@ class Node:
         return order
 
     def hello(self, message: Message) -> RecordDict:
-        """Return the message with which this client introduces itself."""
+        """Return this client's first message."""
         check(self.algorithm, self.data)
         self.states(records.setting(message.content, "experiment", str)).clean()
         train, made = self.data.train, self.data.prepared
@@ -245,8 +245,8 @@ class Node:
         return found
 
     def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
-        """Identify stored objects: digests of these parts of the message, the state from which the
-        client starts, and the run.
+        """Identify stored objects: digests of these parts of the message, the client's state at the
+        start, and the run.
         """
         return {
             "model": [order.model[part] for part in parts],
@@ -380,7 +380,7 @@ class Node:
         folder = self.states(order.experiment).folder
         try:
             made.save(folder)
-        except ValueError as error:
+        except (MemoryError, ValueError) as error:
             log.warning("only the means of this client's model are stored: %s", error)
             if steps:
                 log.warning(

@@ -77,7 +77,7 @@ def client_app(
             does not have.
 
     Warns:
-        UserWarning: Sets are made on a split to which another step is fitted.
+        UserWarning: Sets are made on the split of another step.
 
     Example:
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))

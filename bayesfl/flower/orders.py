@@ -37,9 +37,8 @@ class Order:
         seed: The run's seed.
         dtype: The run's precision.
         sessions: Sessions of the servers that have run the experiment, the present one last.
-        base: The name of the state from which the client starts; empty for the initial one.
-        kept_in: The experiment under which the client stores that state: this one, or an earlier
-            one.
+        base: The name of the client's state at the start; empty for the initial one.
+        kept_in: The experiment of that state: this one, or an earlier one.
         kept_as: The client's id in that experiment.
         named: Names of the states that may be needed again.
         keeps: Whether the method's clients have a private state.
@@ -48,7 +47,7 @@ class Order:
             False for training.
         survey: Name of the survey: one of the method's predictor, or a step's place, `0` for the
             first; empty for other requests.
-        model: Digests of the sent tensors, by field, with which a client finds stored objects.
+        model: Digests of the sent tensors, by field; keys of the client's stored objects.
         common: State that the server sends to every client.
         addressed: State that the server sends to this client only, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
@@ -94,8 +93,10 @@ class Order:
         asked: dict[str, Any] = {
             key: records.setting(content, key, kind) for key, kind in _SETTINGS.items()
         }
-        for key in ("sessions", "named"):
-            asked[key] = list(map(str, records.setting(content, key, list)))
+        asked |= {
+            key: list(map(str, records.setting(content, key, list)))
+            for key in ("sessions", "named")
+        }
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)

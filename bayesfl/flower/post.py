@@ -64,7 +64,7 @@ def content_of(reply: RecordDict | Failure) -> RecordDict:
 def push(
     grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str
 ) -> str | None:
-    """Send one message; return its id, with which to fetch the reply, or None if the node cannot be
+    """Send one message; return its id, which identifies the reply, or None if the node cannot be
     reached.
 
     Args:

@@ -147,7 +147,7 @@ class Roster(Hello):
     Args:
         keys: Public keys of the bound clients, {client: hexadecimal digits}.
         counts: Numbers of training examples, {client: n}.
-        splits: The splits in which clients have rows, {client: names}.
+        splits: The splits with rows of the clients, {client: names}.
         predicted: The clients' prediction tasks, {client: (task, number of classes or targets)}.
     """
 

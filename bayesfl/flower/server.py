@@ -187,8 +187,6 @@ def serve(
         evaluate_every,
     )
     admission.check(settings.largest(clients))
-    if settings.seed >= 2**63:
-        raise ValueError(f"seed must be below 2**63 to fit into a message, got {seed}")
     steps = surveying.checked_steps(calibration)
     files.described_steps(steps)
     with files.claimed(checkpoint):
@@ -231,7 +229,9 @@ class _OverFlower(Clients[Deployed]):
         dtype: torch.dtype,
         begins: Deployed | str | os.PathLike[str] | None,
     ) -> Deployed:
-        """Return the state from which the run starts or continues, after clients have answered."""
+        """Return the state at the start of the run, or of its continuation, after clients have
+        answered.
+        """
         state, session = None, secrets.token_hex(4)
         before = opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and files.checkpoints(self.folder):
@@ -278,9 +278,6 @@ class _OverFlower(Clients[Deployed]):
             )
         state = replace(state, names=names)
         self.rules = Rules(
-            algorithm,
-            settings,
-            clients,
             algorithm.uplink(state.server),
             self.admission,
             AggregationRun(algorithm, settings, clients, self.admission.min_clients),
@@ -312,8 +309,8 @@ class _OverFlower(Clients[Deployed]):
         ]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
-        """Let new clients adapt to the server's state, from which they then start; if a client
-        fails to adapt, it starts from the method's own start.
+        """Let new clients adapt to the server's state; a client that fails to adapt starts from the
+        method's own start.
         """
         base = list(state.base)
         messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
@@ -352,32 +349,17 @@ class _OverFlower(Clients[Deployed]):
                 )
 
     def _outputs(self) -> Outputs:
-        """Return the description of the targets that the clients report.
-
-        Raises:
-            ValueError: The clients' descriptions differ.
+        """Return the description of the targets that the clients report; each has checked that the
+        method fits its own.
         """
-        roster = self.network.roster
-        kinds = {
-            roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)
-        }
-        if len(kinds) > 1:
-            differing = "; ".join(
-                f"{roster.called(client)} predicts {task} with {count} outputs"
-                for (task, count), client in kinds.items()
-            )
-            raise ValueError(
-                "the clients do not predict the same targets, so their answers cannot be added: "
-                f"{differing}"
-            )
-        ((task, count),) = kinds
+        task, count = next(iter(self.network.roster.predicted.values()))
         return Outputs(cast(Task, task), count)
 
     def _conduct(self, run: Deployed, survey: Survey[Any], name: str) -> Tensors:
         """Conduct a survey among the clients that have rows in its split, and return its last
         state.
 
-        The first question includes the model, with which a client predicts once; the clients that
+        The first question includes the model, and a client predicts once with it; the clients that
         answer are the survey's cohort. Further questions are sent only to them, and without the
         model, except in surveys of the method's predictor that read more than the last layer. If a
         client of the cohort is lost, the survey starts again.
@@ -416,13 +398,13 @@ class _OverFlower(Clients[Deployed]):
             found: dict[int, Tensors] = {}
             replies = network.ask("query.survey", messages, group=f"survey-{name}")
             for client, answer, _ in answers(replies, shapes):
+                who = roster.called(client)
                 if not isinstance(answer, ValueError):
                     found[client] = answer
-                    continue
-                who = roster.called(client)
-                if not admission.skips:
+                elif not admission.skips:
                     raise BadClients(f"{who} has no part in a survey: {answer}") from answer
-                log.warning("%s has no part in %s: %s", who, what, answer)
+                else:
+                    log.warning("%s has no part in %s: %s", who, what, answer)
             if cohort is None and len(found) < admission.min_clients:
                 raise FailedSurvey(
                     f"{len(found)} clients answered and {admission.min_clients} are needed "
@@ -509,8 +491,11 @@ class _OverFlower(Clients[Deployed]):
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
             split = CALIBRATED if run.steps else "test"
             said = reply.get("config")
-            shares = isinstance(said, ConfigRecord) and said.get("share") is True
-            if shares and (own := records.measures(reply, split)):
+            if (
+                isinstance(said, ConfigRecord)
+                and said.get("share") is True
+                and (own := records.measures(reply, split))
+            ):
                 each[client] = own
         if found:
             if not run.history.rows:

@@ -1,9 +1,9 @@
 """A client's private states on its own disk, one file for each round.
 
-The server names the state from which a client starts a round: that of its last accepted reply, or
-the initial one. The client writes its new state under another name. After a repeated message, a
-lost or rejected reply, or a restart of the server from a checkpoint, the client therefore finds the
-named state, and never a later one.
+The server names a client's state at the start of a round: that of its last accepted reply, or the
+initial one. The client writes its new state under another name. After a repeated message, a lost or
+rejected reply, or a restart of the server from a checkpoint, the client therefore finds the named
+state, and never a later one.
 
 A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A restarted server has
 another session, so that results of a client's work for an earlier session cannot be confused with
@@ -24,8 +24,8 @@ from bayesfl.federation.store import files
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE_NAME = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
-"""Text in a node's message on a missing state from an earlier run from which another run started;
-the server recognises the case by this text.
+"""Text in a node's message if a state of the earlier run (`start=`) is missing; the server
+recognises the case by this text.
 """
 ANEW = (
     "to let the client start anew, pass on the server "
@@ -54,7 +54,7 @@ class States:
     """Store the states of one client in one experiment.
 
     Args:
-        folder: The folder in which clients store their states.
+        folder: The folder for clients' states.
         experiment: The experiment's name, as the server sent it.
         client: The client's id.
         name: The client's name, which identifies another client's state.
@@ -131,10 +131,12 @@ class States:
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
             name = file.name.removeprefix("state-").removesuffix(".safetensors")
-            if not STATE_NAME.fullmatch(name) or name in named:
-                continue
             number, _, session = name.partition("-")
-            if session in ended or (session == present and int(number) <= round):
+            if (
+                STATE_NAME.fullmatch(name)
+                and name not in named
+                and (session in ended or (session == present and int(number) <= round))
+            ):
                 file.unlink(missing_ok=True)
 
     def kept(self, name: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:

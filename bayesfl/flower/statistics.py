@@ -247,8 +247,8 @@ def analyse(
             of times; `sites.only(names)` selects some of them.
         sites: Names of the expected sites, or their number.
         timeout: Time limit for a site's answer in seconds, > 0.
-        formula: The formula of the sites' tables, with which a fit predicts here; None if they have
-            none. The text received from sites is compared with it, and never evaluated.
+        formula: The formula of the sites' tables, for predictions here; None if they have none. The
+            text received from sites is compared with it, and never evaluated.
 
     Raises:
         BadClients: A site does not answer a question; the message names the site. Or a connected

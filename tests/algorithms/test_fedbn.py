@@ -190,8 +190,8 @@ def test_names_are_no_patterns(norm: str, linear: str):
         ),
         (
             nn.Sequential(*[nn.BatchNorm1d(4)] * 2, nn.Linear(4, 2)),
-            r"the norm '1' stands in the model under another name, too; give each place a norm "
-            r"of its own",
+            r"the norm '1' is in the model under two names; give each place "
+            r"its own norm",
         ),
     ],
 )

@@ -290,8 +290,6 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
         bf.algorithms.d_fedem(model, mixing=torch.eye(7))
     with pytest.raises(ValueError, match=r"mixing .*\[7, 7\].* got \[3, 3\]"):
         run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)
-    with pytest.raises(ValueError, match=r"mixing .*\[J, J\].*topology\.metropolis\(edges\)"):
-        bf.algorithms.d_fedem(model, mixing=torch.tensor(3.0))
 
 
 def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module):

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.inputs import Inputs, each
-from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
+from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace
 from bayesfl.data import FederatedData
-from tests.cases import CASES, EM, SAMPLE, federation, run
+from tests.cases import CASES, SAMPLE, federation, run
 from tests.federation.made import state
 
 
@@ -50,19 +50,12 @@ def of(data: FederatedData, x: Inputs) -> FederatedData:
 
 
 def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
-    """FedPer, pFedVEM and FedEM with predictors by linearised networks."""
+    """FedPer and pFedVEM with predictors by linearised networks."""
     if name == "belief":
         method = bf.algorithms.pfedvem(
             model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.1
         )
         return replace(method, predictor=LinearisedBelief())
-    if name == "mixture":
-        method = bf.algorithms.fedem(
-            model, components=2, epochs=1, batch_size=10, optimiser=EM(0.1)
-        )
-        return replace(
-            method, predictor=Mixture("components", "pi", each=LinearisedLaplace(precision=1.0))
-        )
     structure: Any = name
     return replace(
         bf.algorithms.fedper(model, epochs=1, batch_size=10),
@@ -74,12 +67,12 @@ def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
 METHODS = {str(case): case for case in CASES if case.name not in ("fedbn", "fedsa_lora")}
 METHODS |= {
     name: lambda model, name=name: with_predictors(name, model)
-    for name in ("full", "subnetwork", "diagonal", "belief", "mixture")
+    for name in ("full", "subnetwork", "diagonal", "belief")
 }
 
 
 @pytest.mark.filterwarnings(
-    "ignore:most of the selected weights", "ignore:.*leaves the predictions to the prior"
+    "ignore:most of the selected weights", "ignore:.*lets the prior determine the predictions"
 )
 @pytest.mark.parametrize(
     "name",

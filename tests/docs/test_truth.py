@@ -161,7 +161,7 @@ def test_everything_that_believes_is_tried():
         and "Mixture" not in entry.posterior  # of points
         and "Neighbours" not in entry.posterior  # of rows
     }
-    predictors = {"LinearisedBelief", "LinearisedLaplace", "Mixture", "PooledLaplace"}
+    predictors = {"LinearisedBelief", "LinearisedLaplace", "PooledLaplace"}
     wanted = methods | predictors | {"mixed"} | {*bf.posteriors.__all__} - {"Point", "Samples"}
     tried = {name for ways in beliefs.WAYS.values() for way in ways.values() for name in way.tries}
     assert wanted <= tried

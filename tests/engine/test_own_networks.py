@@ -364,8 +364,9 @@ def test_what_is_not_recorded(name: str):
     module = in_training(seeded(lambda: Counting(forward)).double()).requires_grad_(False)
     x = numbers(20, 4, seed=2)
     assert not layers.supported(module, x)
+    run, leaves = layers.kernel(module), {name: p[None] for name, p in module.named_parameters()}
     with pytest.raises(ValueError, match=rf"layers kernel .*Counting, which .*({words})"):
-        layers.refuse(module, x)
+        run(leaves, {}, x[None], False, False)
 
 
 def test_a_recording_is_of_one_shape():

@@ -23,7 +23,7 @@ from bayesfl.federation.settings import Federation
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Hold the rows from which clients answer a survey.
+    """Hold the rows for clients' answers to a survey.
 
     Args:
         split: The rows of J clients; a node has J = 1.
@@ -38,10 +38,6 @@ class LocalRows:
         or targets [n_j, ...], in the order of `ids`.
         """
         return map(self.split.client, range(self.split.clients))
-
-    def only(self, place: int) -> "LocalRows":
-        """Return the rows of one client, by its place in `ids`."""
-        return LocalRows(self.split.select([place]), self.ids[place : place + 1])
 
 
 @declared
@@ -85,9 +81,9 @@ def survey(
 def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:
     """Return a function that asks clients on this machine about their rows.
 
-    In the clear, clients are asked one after another, in the order of their ids, so that one
-    process holds only two answers at a time, which may be large. With several ranks, each asks some
-    of the clients.
+    Without an aggregation, clients answer one after another, in the order of their ids, so that a
+    process stores only two answers at a time, which may be large. With several ranks, each surveys
+    some of the clients.
 
     Raises:
         TypeError: The aggregation cannot add answers.
@@ -98,7 +94,8 @@ def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None
     def openly(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         ranks, order = current(), np.argsort(local.ids, kind="stable")
         own = order[ranks.dealt(local.split.counts[order].tolist())].tolist()
-        made = (answers(question, state, local.only(place), shapes) for place in own)
+        each = (LocalRows(local.split.select([j]), local.ids[j : j + 1]) for j in own)
+        made = (answers(question, state, one, shapes) for one in each)
         kept: list[Tensors] = []
         if ranks.size > 1:  # all compute in parallel before the sum passes through the ranks
             ranks.every(lambda: kept.extend(made))

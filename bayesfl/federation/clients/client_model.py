@@ -3,7 +3,6 @@ without data or server.
 """
 
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -68,12 +67,6 @@ training data.
 
 SAFE = re.compile(r"[^/\\\0]+")
 LONGEST_FOLDER = 255  # bytes of a folder's name
-UNCERTAIN = (
-    "the predictions of {!r} have no epistemic uncertainty, because it predicts at the mean of one "
-    "set of weights or with link='per_class': before the run give the method draws, "
-    "dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
-    "predictor=bf.predictors.LinearisedLaplace()); or watch labels"
-)
 
 
 @in_own_modes
@@ -95,7 +88,7 @@ class ClientModel:
         plug_in: Whether to predict at the posterior means only.
         predictor: The client's predictor, fitted to training data; None if the method has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
-        stored: Tensors from which the method's predictor is restored, if it was read from a file.
+        stored: Tensors that restore the method's predictor, if it was read from a file.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -128,9 +121,8 @@ class ClientModel:
         return ClientModel, tuple(held.values())
 
     def __repr__(self) -> str:
-        how = ", at the means" if self.plug_in else ""
-        inputs = self.schema.inputs
-        return f"ClientModel({self.name!r} after round {self.round}; inputs {inputs}{how})"
+        how = f"inputs {self.schema.inputs}" + ", at the means" * self.plug_in
+        return f"ClientModel({self.name!r} after round {self.round}; {how})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -216,11 +208,12 @@ class ClientModel:
         Args:
             x: Inputs, see `predict`.
             y: Their labels [N] or targets [N, O], for the scores of `Conformal`; None for the
-                epistemic uncertainty of the predictions, which needs no labels.
+                epistemic uncertainty of the predictions, which needs no labels. It is NaN if the
+                client predicts at the mean of one set of weights.
 
         Raises:
-            ValueError: See `predict`; or the client's model has no conformal sets, `y` does not
-                fit `x`, or there is no epistemic uncertainty.
+            ValueError: See `predict`; or the client's model has no conformal sets, or `y` does not
+                fit `x`.
         """
         check_index(x=x, y=y)
         place, one = self._sets()
@@ -240,8 +233,6 @@ class ClientModel:
             if y is None
             else cast(calibration.Conformal, one.step).scored(local)
         ).numpy()
-        if y is None and np.isnan(found).any():
-            raise ValueError(UNCERTAIN.format(self.name))
         return Scores.made(found, "epistemic" if y is None else "labels", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
@@ -258,7 +249,7 @@ class ClientModel:
 
         Raises:
             ValueError: The client's model has no conformal sets, the client has no calibration
-                rows, or there is no epistemic uncertainty.
+                rows, or `score` is NaN.
         """
         kept = {"labels": "scores", "epistemic": "epistemic"}[score]
         _, one = self._sets()
@@ -269,23 +260,14 @@ class ClientModel:
                 f"{self.name!r} has no rows in the split {one.step.split!r}, with which an alarm "
                 "compares new rows; add some rows to it"
             )
-        if bool(reference.isnan().any()):
-            raise ValueError(UNCERTAIN.format(self.name))
-        level = cast(calibration.Conformal, one.step).level
-        if len(reference) < (least := math.ceil(1 / (1 - level))):
-            warn(
-                f"{self.name!r} has {len(reference)} calibration rows, but an alarm needs {least} "
-                "to expect a miss among them: it will be raised late",
-            )
-        source = (score, self._source(one))
         return Alarm(
             reference.numpy(),
-            alpha=1 - level,
+            alpha=1 - cast(calibration.Conformal, one.step).level,
             delta=delta,
             seed=self.seed,
             client=self.client,
             round=self.round,
-            of=source,
+            of=(score, self._source(one)),
         )
 
     def _source(self, one: calibration.Fitted) -> str:
@@ -325,11 +307,11 @@ class ClientModel:
     def model(self) -> nn.Module:
         """Return the network at the posterior means: a separate module, in evaluation mode.
 
-        Its outputs are the likelihood's inputs, such as logits. It contains neither the
-        uncertainty, for which use `predict`, nor the federation's transform. Its inputs must be
-        transformed already: floats in the run's precision, one tensor as `model(x)`, a tuple as
-        `model(*x)`, a mapping as `model(**x)`. If the method trains several networks, it is the one
-        that the client chose, as in IFCA.
+        Its outputs are the likelihood's inputs, such as logits. It contains neither the uncertainty
+        (use `predict`) nor the federation's transform. Its inputs must be transformed already:
+        floats in the run's precision, one tensor as `model(x)`, a tuple as `model(*x)`, a mapping
+        as `model(**x)`. If the method trains several networks, it is the one that the client chose,
+        as in IFCA.
 
         For a calibrated client a warning names the steps of calibration that are left out.
 
@@ -361,12 +343,11 @@ class ClientModel:
                 averages over a posterior.
 
         Raises:
-            ValueError: See `predict`; or the client averages over a posterior, which ONNX export
-                does not support, or the graph's predictions differ.
+            ValueError: See `predict`; or the graph's predictions differ, for example because the
+                client averages over a posterior, which ONNX export does not support.
         """
         made = replace(self, plug_in=True) if plug_in else self
         surveying.check_reading(made)
-        made._check_at_means()
         served, schema = made._served(), self.schema
         rows = schema.read_inputs(x, dtype=self.dtype, device=self.device).x
         found = made.predict(x)
@@ -383,38 +364,19 @@ class ClientModel:
         }
         write_onnx(path, served, rows, expected, about)
 
-    def _check_at_means(self) -> None:
-        """Raise ValueError if the client averages over draws or another posterior."""
-        drawn = self.algorithm.draws and any(
-            self.algorithm.blocks[part].stochastic for part in self.algorithm.parts
-        )
-        rule = self._rule
-        if not self.plug_in and (
-            (rule is None and drawn)
-            or not (rule is None or (isinstance(rule, Mixture) and rule.each is None))
-        ):
-            raise ValueError(
-                f"{self.name!r} averages over a posterior, which ONNX export does not support; "
-                "pass plug_in=True to export at the means, or calibrate a method that predicts at "
-                "the means, dataclasses.replace(method, draws=0, predictor=None)"
-            )
-
     def _served(self) -> Served:
         algorithm, view = self.algorithm, self.view
         rule = self._rule
-        weights = torch.ones(1, dtype=self.dtype)
+        views, weights = [view], torch.ones(1, dtype=self.dtype)
         if isinstance(rule, Mixture):
             pi = view[rule.weights]
             copies = pi.nonzero().flatten().tolist()
-            alone = [
+            views = [
                 view | {rule.weights: torch.zeros_like(pi).index_fill(0, torch.tensor(m), 1.0)}
                 for m in copies
             ]
-            networks = [module_at(algorithm, algorithm.parts, one) for one in alone]
             weights = pi[copies].cpu()
-        else:
-            networks = [module_at(algorithm, algorithm.parts, view)]
-        networks = [network.cpu() for network in networks]
+        networks = [module_at(algorithm, algorithm.parts, one).cpu() for one in views]
         return Served(
             networks, weights, algorithm.likelihood, self.schema.transform, self.dtype, self.steps
         )
@@ -430,7 +392,7 @@ class ClientModel:
         one row. `plug_in=True` leaves the covariance out, for a file that may leave; the remaining
         means were trained on the data and can still reveal something about them. A calibrated model
         contains scores of the client's calibration rows, for its alarms: this file must not leave
-        the client either. A warning names another client whose model was in the folder.
+        the client either. A model that the folder held is replaced.
 
         Args:
             path: The folder, created if it does not exist.
@@ -438,43 +400,32 @@ class ClientModel:
 
         Raises:
             TypeError: `path` is neither text nor a path.
-            ValueError: `path` is empty, is a file or lies under one; the method's predictor cannot
-                be stored, or needs more than `LARGEST_TENSOR` bytes; or `plug_in` is True and the
-                model is calibrated, or one of its steps is not from bayesfl.
+            OSError: `path` is a file, or lies under one.
+            ValueError: `path` is empty; the method's predictor cannot
+                be stored; or `plug_in` is True and the model is calibrated, or one of its steps is
+                not from bayesfl.
+            MemoryError: The method's predictor needs more than `LARGEST_TENSOR` bytes;
+                `plug_in=True` leaves it out.
         """
         made = replace(self, plug_in=True) if plug_in else self
         surveying.check_reading(made)
-        try:
-            stored = made._stored
-        except MemoryError as error:
-            raise ValueError(
-                f"{self.name!r} cannot be saved with its predictor: {error}; pass plug_in=True to "
-                "store only the means"
-            ) from None
         # Copying a file loses its modification time.
         written = datetime.now(UTC).isoformat(timespec="microseconds")
         content = {
             **vars(made),
-            "stored": stored,
+            "stored": made._stored,
             "written": written,
             "predicting": predicting(self.algorithm),
         }
-        before = archive.said_of(folder("path", path) / files.CLIENT_FILE)
         files.write(path, files.CLIENT, content, file=files.CLIENT_FILE)
-        if (other := before.get("name", self.name)) != self.name:
-            warn(f"{str(path)!r} held another client, {other!r}, which {self.name!r} replaces")
 
     @property
     def _rule(self) -> Predictor | None:
         """Return the client's prediction rule: None at the means, unless it combines several
         models, which have no single mean.
         """
-        rule = self.algorithm.predictor
-        if self.plug_in and isinstance(rule, Mixture):
-            return replace(rule, each=None)
-        return (
-            None if self.plug_in and self.algorithm.copies(self.algorithm.parts) is None else rule
-        )
+        single = self.algorithm.copies(self.algorithm.parts) is None
+        return None if self.plug_in and single else self.algorithm.predictor
 
     @cached_property
     def _fitted(self) -> FittedPredictor | None:
@@ -493,14 +444,14 @@ class ClientModel:
 
     @cached_property
     def _stored(self) -> Tensors:
-        """Return the tensors from which the predictor is restored.
+        """Return the tensors that restore the predictor.
 
         Raises:
             AttributeError: The method's predictor is not a `StoredPredictor`.
             MemoryError: A tensor needs more than `LARGEST_TENSOR` bytes.
         """
         rule = self._rule
-        if rule is None or rule is not self.algorithm.predictor:
+        if rule is None:
             return {}  # the means suffice
         if self.predictor is None:
             return self.stored
@@ -538,13 +489,14 @@ def client_model(
         steps: Steps of calibration with its own parameters, [1, ...].
 
     Raises:
-        ValueError: The data have a transform of which only the description is known.
+        ValueError: The data have a transform, and only its description is available.
     """
     rule = algorithm.predictor
     told = {**given, **known}
     predictor = None if rule is None else rule(algorithm, told, view, train or {})
     view = getattr(predictor, "view", view)  # with posteriors that the rule fitted to the rows
-    names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
+    wanted = (*algorithm.whole(algorithm.parts), *getattr(rule, "reads", ()), "n")
+    names = wanted if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, Outline) and data.transform is not None:
         raise ValueError(
@@ -572,11 +524,6 @@ def needs_data(algorithm: Algorithm) -> bool:
     """
     rule = algorithm.predictor
     return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
-
-
-def needed(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the names of the view's entries that a client needs to predict."""
-    return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
 
 
 @suggests
@@ -678,13 +625,7 @@ def only_file(path: Path) -> Path:
         CheckpointError: There is no model, or there are models of several clients.
     """
     direct = path / files.CLIENT_FILE
-    found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE))
-    if not found:
-        raise archive.CheckpointError(
-            f"{str(path)!r} contains no client model, no file {files.CLIENT_FILE}"
-        )
-    if len(found) == 1:
-        return found[0]
+    found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE)) or [direct]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
     # A client's folder, and possibly its number, differs between experiments.
     experiments = {file.parent.parent.name for file in found}

@@ -14,7 +14,7 @@ from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import Inputs, call, each, named
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.data.split import Change
-from bayesfl.evaluation.calibration import Bias, Fitted, Temperature
+from bayesfl.evaluation.calibration import Fitted
 
 NEAR = 1e-4
 """Maximum difference between exported and own predictions, relative if these exceed 1."""
@@ -47,12 +47,12 @@ class Served(nn.Module):
         self.networks = nn.ModuleList(networks)
         self.register_buffer("weights", weights)
         self._likelihood, self._transform, self._dtype = likelihood, transform, dtype
-        self._moves: list[tuple[str, Tensor]] = []
-        for one in steps:
-            if isinstance(one.step, Temperature):
-                self._moves.append(("over", one.own["temperature"][0].to(dtype)))
-            if isinstance(one.step, Bias):
-                self._moves.append(("plus", one.own["bias"][0].to(dtype)))
+        self._moves = [
+            (name, one.own[name][0].to(dtype))
+            for one in steps
+            for name in ("temperature", "bias")
+            if name in one.own
+        ]
 
     def forward(self, x: Inputs) -> Tensors:
         """Return the predictions for rows [N, ...], one tensor for each name."""
@@ -73,7 +73,7 @@ class Served(nn.Module):
             return probs
         logits = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
         for kind, by in self._moves:
-            logits = logits / by if kind == "over" else logits + by
+            logits = logits / by if kind == "temperature" else logits + by
         return logits.softmax(-1)
 
 
@@ -135,8 +135,9 @@ def write_onnx(
             if not apart <= NEAR:
                 raise ValueError(
                     f"the exported network's {name!r} would differ from the client's predictions "
-                    f"by up to {apart:.2g}, for example because the transform uses all rows that "
-                    "are predicted together"
+                    f"by up to {apart:.2g}: the client averages over a posterior, which ONNX "
+                    "export does not support (plug_in=True exports the means), or the transform "
+                    "uses all rows that are predicted together"
                 )
 
 

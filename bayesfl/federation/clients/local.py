@@ -3,7 +3,7 @@ each phase that the state is finite.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ compute only once.
 
 @dataclass(frozen=True)
 class Received:
-    """Hold the state from which a chunk of clients starts a round.
+    """Hold the state of a chunk of clients at the start of a round.
 
     Args:
         common: State that the server sent to every client.
@@ -78,7 +78,7 @@ class State:
     heads: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
-        """Return the state from which the clients `ids` start a round."""
+        """Return the state of the clients `ids` at the start of a round."""
         like = next(t for t in tree_leaves(self.server) if isinstance(t, Tensor))
         return Received(
             *algorithm.share(self.server, torch.from_numpy(ids).to(like.device)),
@@ -110,8 +110,8 @@ class Done:
         received: Number of bytes that the chunk received.
         diverged: True for clients whose training is no longer finite, [C] bool; their views are
             reset to the start.
-        heads: Cached statistics from which `Heads` restores clients' predictors, by client number;
-            at most `KEPT` bytes.
+        heads: Cached statistics that restore clients' predictors for `Heads`, by client number; at
+            most `KEPT` bytes.
     """
 
     ids: np.ndarray
@@ -169,7 +169,7 @@ class Local:
         Args:
             stage: Training, fine-tuning or adaptation.
             ids: The clients [C], in descending order of their numbers of examples.
-            received: The state from which they start.
+            received: Their state at the start.
             round: Number of rounds done before; it selects the random draws.
             phases: Number of phases to run, from the first; None for all.
 
@@ -214,8 +214,11 @@ class Local:
                 row = int(np.flatnonzero(ids == first)[0])
                 view = tree_map(lambda t, row=row: t[row], views)
                 batch = tree_map(lambda t: t[0], plan.batch(0, 1))
-                who = called(first, self.names)
-                self._warn_once(algorithm.watch(algorithm, phase, given, view, batch, who))
+                named = called(first, self.names)
+                seen = algorithm.watch(algorithm, phase, given, view, batch, named)
+                for kind, said in seen.items():  # once in a run, not for every client and round
+                    if self.said.setdefault(kind, said) is said:
+                        warn(said)
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -256,14 +259,6 @@ class Local:
             self._bytes(given, received.addressed, len(ids)),
             diverged,
         )
-
-    def _warn_once(self, found: Mapping[str, str]) -> None:
-        """Issue each kind of a method's warnings once in a run, not again for other clients and
-        later rounds.
-        """
-        for kind, said in found.items():
-            if self.said.setdefault(kind, said) is said:
-                warn(said)
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return the number of bytes that the clients receive in a round; frozen blocks do not

@@ -58,14 +58,9 @@ def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tens
         ValueError: The server has no complete network, or several.
     """
     if (parts := algorithm.shared_parts()) is None:
-        private = [name for name in algorithm.parts if algorithm.blocks[name].private]
-        what = (
-            f"blocks {private} stay with the clients"
-            if private
-            else "the clients' networks are mixtures of several"
-        )
         raise ValueError(
-            f"the server has no complete network: {what}; use a client's own, result.client(name)"
+            "the server has no complete network: parts of it stay with the clients, or clients mix "
+            "several networks; use a client's own, result.client(name)"
         )
     own = algorithm.address(server, torch.arange(clients, device=like.device))
     if any(bool((t != t[:1]).any()) for name in parts for t in own.get(name, {}).values()):

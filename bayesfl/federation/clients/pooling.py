@@ -41,8 +41,8 @@ _KNOWN: dict[str, type] = {
 
 
 def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
-    """Return a method with which all clients predict from the server's model and its pooled
-    posterior, and which trains nothing.
+    """Return a method without training: all clients predict from the server's model and its pooled
+    posterior.
 
     Args:
         algorithm: A method with one network on the server.

@@ -33,8 +33,8 @@ Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 GATHER = 2**21
 
 FEW = 2**12
-"""Maximum number of rows of a chunk, padded to its longest client, for which all its clients are
-predicted together.
+"""Maximum number of rows of a chunk, padded to its longest client; below it, all clients of the
+chunk are predicted together.
 """
 
 TUNING = "tuning"
@@ -106,9 +106,8 @@ def of_chunk(
     """
     algorithm = local.algorithm
     rule = algorithm.predictor
-    means = isinstance(rule, Mixture) and (rule.each is None or draws == 0)
-    if rule is None or means:
-        number = 0 if means else algorithm.draws if draws is None else draws
+    if rule is None or isinstance(rule, Mixture):
+        number = 0 if rule is not None else algorithm.draws if draws is None else draws
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]

@@ -30,8 +30,6 @@ from bayesfl.evaluation.predictions import present
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.store.identity import reading
 
-_ANEW = "start from result.uncalibrated().calibrate(...), and pass each step once, in order of use"
-
 
 @runtime_checkable
 class Adder(Protocol):
@@ -85,12 +83,11 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
 
     Raises:
         TypeError: Something is not a step.
-        ValueError: A step changes probabilities after sets were made from them, or two steps are of
-            the same kind.
+        ValueError: A step changes probabilities after sets were made from them.
 
     Warns:
-        UserWarning: A step is fitted to training or test rows, or sets are made from scores on a
-            split to which an earlier step is fitted.
+        UserWarning: A step is fitted to training or test rows, or sets are made from scores on the
+            split of an earlier step.
     """
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
@@ -100,10 +97,9 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         if made and not ends(step):
             raise ValueError(
                 f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read "
-                f"the probabilities that it changes: {_ANEW}"
+                "the probabilities that it changes: start from "
+                "result.uncalibrated().calibrate(...), and pass the steps in order of use"
             )
-        if type(step) in map(type, earlier):
-            raise ValueError(f"there is a {type(step).__name__} already: {_ANEW}")
         if step.split in ("train", "test"):
             warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "
@@ -213,7 +209,7 @@ def settled(
 
 
 def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
-    """Return the description of the targets with which surveys start.
+    """Return the description of the targets for the start of surveys.
 
     Raises:
         ValueError: A survey asks clients for sums, after training under `ClientPrivacy`.
@@ -231,9 +227,7 @@ def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
 
 
 def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
-    """Raise ValueError if predictions would use another number of draws than the one for which the
-    steps were fitted.
-    """
+    """Raise ValueError if predictions would use another number of draws than the steps' fit."""
     # 0 also stands for the plain mean of a predictor.
     if steps and not (draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)):
         raise ValueError(

@@ -5,6 +5,7 @@ clients' validation data.
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class Tuning:
     """Choose the candidate of a predictor's grid that best fits the validation data of all clients.
 
     Clients send sums over their examples: of the negative log likelihoods under each candidate, and
-    of their pairwise products, from which candidates are compared example by example. Among the
+    of their pairwise products, for a comparison of candidates example by example. Among the
     candidates within one standard error of the difference from the best, the largest is chosen, see
     `largest_alike`.
 
@@ -59,8 +60,8 @@ class Tuning:
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the sums, of the number of examples and of the number for which a
-        candidate fails.
+        """Return the shapes of the sums, of the number of examples and of each candidate's number
+        of failures.
         """
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}
@@ -80,17 +81,15 @@ class Tuning:
         """Return the chosen candidate, `value`; warn if it is the smallest.
 
         Raises:
-            ValueError: No client has validation data, or no candidate gives finite predictions.
+            ValueError: No candidate gives finite predictions.
         """
-        grid, tunes, examples = self.predictor.grid, self.predictor.tunes, int(total["n_examples"])
-        if not examples:
-            raise ValueError(f"no client has validation data, on which {tunes} is chosen")
+        grid, examples = self.predictor.grid, int(total["n_examples"])
         losses = total["nll"].where(total["n_broken"] == 0, torch.inf)
         best = largest_alike(losses, total["products"], examples)
         if best == 0 and grid[0]:  # nothing is below 0
             warn(
-                f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do "
-                "not bound it; use more validation rows, or pass a number",
+                f"{self.predictor.tunes} is at the lower edge of its grid, {grid[0]:g}: the "
+                "validation data do not bound it; use more validation rows, or pass a number",
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
@@ -113,8 +112,7 @@ def candidates(
         round: Number of rounds done; it selects the random draws.
         known: The last states of the predictor's surveys, by their names.
     """
-    algorithm = local.algorithm
-    assert algorithm.predictor is not None
+    algorithm: Any = local.algorithm
     grid, losses = algorithm.predictor.grid, []
     counted = isinstance(algorithm.likelihood, Poisson)
     for client, fitted in fitted_of(local, done, known):

@@ -12,7 +12,7 @@ weights:
 
 A round's cohort contains each client with probability p, independently, and may be empty; a round
 without clients adds noise only. Cohort and noise are derived from a secret of the server, never
-from the run's seed, which clients know.
+from the run's seed, because clients have the seed.
 
 The sequence of the server's states, and everything computed from it, is (epsilon,
 delta)-differentially private under adding or removing one client's contributions to all rounds. The
@@ -108,15 +108,15 @@ def epsilon(
 
 
 def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
-    """Return an upper bound of epsilon against an observer who knows in which rounds a client took
-    part, such as the client itself.
+    """Return an upper bound of epsilon against an observer who has the list of a client's rounds,
+    such as the client itself.
 
     The random cohort then hides nothing, so each of these rounds counts as with
     `participation=1`.
 
     Args:
         noise_multiplier: See `epsilon`.
-        releases: Number of rounds in which the client took part.
+        releases: Number of rounds with the client in the cohort.
         delta: See `epsilon`, in (0, 1).
 
     Raises:
@@ -175,8 +175,8 @@ class ClientPrivacy(Aggregation):
 
     The history has three more columns. `releases` is the number of rounds so far, including
     repeated ones. `epsilon` bounds the loss of privacy in these rounds, at `delta`. `epsilon_own`
-    bounds it for a client that took part in all of these rounds, against an observer who knows
-    that; for a client that took part in k rounds, call
+    bounds it for a client that took part in all of these rounds, against an observer with that
+    information; for a client that took part in k rounds, call
     `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and
     `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
     seconds) exist in a simulation only: epsilon does not cover them, and a deployment would not
@@ -189,9 +189,9 @@ class ClientPrivacy(Aggregation):
             the largest weight; 0 means no noise, and no privacy.
         delta: The delta at which epsilon is reported, in (0, 1 / (2 J)]; choose it far
             below 1 / J, because publishing one client drawn at random has a delta of 1 / J.
-        secret: At least 16 bytes that only the server knows, such as `secrets.token_bytes(32)`,
-            used for one run only. None: a new secret whenever a run starts or continues, which is
-            not stored.
+        secret: At least 16 bytes, such as `secrets.token_bytes(32)`, which only the server has and
+            uses for one run. None: a new secret whenever a run starts or continues, which is not
+            stored.
         weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1
             for each.
 
@@ -286,8 +286,8 @@ class ClientPrivacy(Aggregation):
                 f"the history of the resumed run counts {last.get('releases', 'no')} releases "
                 f"after {result.round} rounds, so its epsilon is unknown; start a new run"
             )
-        releases = repeats + int(counted)
-        run = _PrivateRun(algorithm, result.settings, clients, 0, self, releases)
+        of: Any = algorithm, result.settings, clients, 0, _PrivateRound
+        run = _PrivateRun(*of, rule=self, releases=repeats + int(counted))
         run.spent(run.releases + 1)  # the first round's; fails now if dp-accounting is missing
         return run
 
@@ -343,8 +343,8 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
 class _PrivateRun(AggregationRun):
     """Run with `ClientPrivacy`."""
 
-    rule: ClientPrivacy
-    releases: int
+    rule: ClientPrivacy = field(kw_only=True)
+    releases: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
         # The secret of rank 0, so that all ranks draw the same cohort.
@@ -355,9 +355,6 @@ class _PrivateRun(AggregationRun):
     def cohort(self, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
         return np.flatnonzero(drawn < self.settings.participation)
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        return _PrivateRound(self, server, round)
 
     def spent(self, releases: int) -> dict[str, float]:
         """Return the history's columns after a number of releases, cached."""
@@ -373,13 +370,14 @@ class _PrivateRun(AggregationRun):
 class _PrivateRound(RoundSum):
     run: _PrivateRun
 
-    def __init__(self, run: _PrivateRun, server: Server, round: int) -> None:
-        super().__init__(run, server, round)
-        blocks = {
-            name: {key: server[name][key] for key in pool.sends}
-            for name, pool in self._pools.items()
-        }
-        self._flat: dict[str, Tensor] = flatten(blocks)
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._flat: dict[str, Tensor] = flatten(
+            {
+                name: {key: self.start[name][key] for key in pool.sends}
+                for name, pool in self._pools.items()
+            }
+        )
         self.total = torch.cat(
             [
                 torch.zeros(t.numel(), dtype=torch.float64, device=t.device)

@@ -8,8 +8,8 @@ the integers modulo 2^64, whatever the client's values; in the sum the masks can
 Integers cancel exactly and floating-point numbers would not, so a client first converts its
 summands to integers: clipped to a range that is declared beforehand, in units of a step. For J
 clients that reply, the sum then differs from that of a run without secure aggregation by at most
-J / 2 steps, and rounding; see `quotient_bound` for a mean. Each client checks its own numbers
-first, because a NaN would silently become some integer.
+e = J step / 2, and rounding. A mean s / w then differs by at most e (1 + |s / w|) / (w - e). Each
+client checks its own numbers first, because a NaN would silently become some integer.
 
 If a client drops out, its masks do not cancel. The others then send again, under new secrets,
 among themselves; the earlier messages are useless without the secrets of the missing client. There
@@ -32,12 +32,12 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.options import Positive, declared
@@ -109,25 +109,6 @@ def masked_total(messages: Iterable[np.ndarray]) -> np.ndarray:
     their values.
     """
     return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
-
-
-def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: float) -> Tensor:
-    """Bound the difference of a mean with and without secure aggregation, [...], up to
-    floating-point rounding and if nothing is clipped.
-
-    Sum s and weight w differ by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b
-    s / w) / (w + b) is at most e (1 + |s / w|) / (w - e). It is tiny if the weights are counts of
-    examples; if a sum of weights is close to e, use a smaller step.
-
-    Args:
-        quotient: The mean without secure aggregation, s / w.
-        weight: The sum of weights without secure aggregation, w > 0; broadcasts against the
-            quotient.
-        clients: Number of clients that replied, J.
-        step: The unit to which summands are rounded.
-    """
-    off = clients * step / 2
-    return torch.where(weight > off, off * (1 + quotient.abs()) / (weight - off), torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +246,7 @@ class SecureSum(Aggregation):
             )
         check_combine(result, torch.arange(clients), SUMS_ONLY)
         least = max(LEAST_CLIENTS, admission.min_clients)
-        return _SecureRun(algorithm, settings, clients, least, self)
+        return AggregationRun(algorithm, settings, clients, least, partial(_SecureRound, self))
 
 
 def _clips(pool: object) -> bool:
@@ -273,23 +254,15 @@ def _clips(pool: object) -> bool:
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue] (asked for)
 
 
-@dataclass
-class _SecureRun(AggregationRun):
-    rule: SecureSum
-
-    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        return _SecureRound(self, server, round, cohort)
-
-
 class _SecureRound(RoundSum):
     """Store each client's integers, as the client would, and add up their masked
     forms.
     """
 
-    def __init__(self, run: _SecureRun, server: Server, round: int, cohort: np.ndarray) -> None:
-        super().__init__(run, server, round)
-        self._rule, self._cohort = run.rule, cohort.tolist()
-        self._device = tree_leaves(server)[0].device
+    def __init__(self, rule: SecureSum, *of: Any) -> None:
+        super().__init__(*of)
+        self._rule = rule
+        self._device = tree_leaves(self.start)[0].device
         # Each client's integers, and each sum's shape.
         self.total: tuple[dict[int, np.ndarray], dict[str, list[int]]] = {}, {}
 
@@ -382,7 +355,7 @@ class _SecureRound(RoundSum):
         If a client of the cohort does not reply, its masks do not cancel. The other clients then
         mask their values again among themselves, and send them again.
         """
-        group, sends, volume, (own, _) = self._cohort, 0, 0, self.total
+        group, sends, volume, (own, _) = self.cohort, 0, 0, self.total
         while True:
             shared = agreed(group)
             messages = [

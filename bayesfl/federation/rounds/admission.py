@@ -44,7 +44,7 @@ class Message:
 
     Args:
         tensors: The tensors, by their declared names.
-        round: The round in which the client was trained, counted from 0.
+        round: The round of the client's training, counted from 0.
         protocol: The message version of the client's code.
     """
 

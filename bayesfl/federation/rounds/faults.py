@@ -99,7 +99,7 @@ def at_random(
     kinds: tuple[str, ...] = tuple(FAULTS),
     seed: Natural = 0,
 ) -> FaultPlan:
-    """Return a plan in which every client fails with the same probability, independently in every
+    """Return a plan of failures with the same probability for every client, independent in every
     round and every attempt.
 
     Args:

@@ -4,7 +4,7 @@ a plan may simulate faults.
 
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from time import perf_counter
 from typing import Any
 
@@ -64,11 +64,9 @@ class OneMachine(Transport):
         self._new: list[tuple[np.ndarray, View]] = []
         self._seen: list[predict.Predicted] = []
 
-    @contextmanager
-    def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
+    def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
         """Ask the clients of a round; see `Transport.asked`."""
-        with closing(self._answers(round)) as answers:
-            yield answers
+        return closing(self._answers(round))
 
     def commit(self, dropped: Collection[int]) -> None:
         """Write the rows of the accepted clients, and collect predictions; see
@@ -186,12 +184,11 @@ class OneMachine(Transport):
         if self._local.tolerant:
             sent, reported = tree_map(torch.clone, (sent, reported))
             flat: dict[str, Tensor] = flatten({**sent, **reported})
-            for place, client in enumerate(ids.tolist()):
+            places = np.flatnonzero(good).tolist()
+            for place, client in zip(places, ids[places].tolist(), strict=True):
                 message = Message({name: t[place] for name, t in flat.items()}, round.number)
                 fault = wrong.get(client)
                 message = fault.change(message) if isinstance(fault, Altered) else message
-                if not good[place]:
-                    continue
                 reason = objection(message, round.declared if sends else {}, round.number)
                 if reason is not None:
                     good[place] = False

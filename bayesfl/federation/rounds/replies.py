@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -133,10 +133,13 @@ class RoundSum:
         run: The rule of the run.
         server: The state that was sent to the clients.
         round: The current round, counted from 0.
+        cohort: The ids of all clients of the cohort.
     """
 
-    def __init__(self, run: "AggregationRun", server: Server, round: int) -> None:
-        self.run, self.start, self.round = run, server, round
+    def __init__(
+        self, run: "AggregationRun", server: Server, round: int, cohort: np.ndarray
+    ) -> None:
+        self.run, self.start, self.round, self.cohort = run, server, round, cohort.tolist()
         self._known = {"round": round + 1, "rounds": run.settings.rounds, "clients": run.clients}
         self._versions = [t._version for t in tree_leaves(server)]
         blocks = run.algorithm.blocks.items()
@@ -205,15 +208,11 @@ class RoundSum:
                 "share; let it return new ones"
             )
         before, after, free = flatten(self.start), flatten(new), self.run.algorithm.free
-        if unknown := sorted(after.keys() - before.keys()):
-            raise ValueError(
-                f"a pool or `combine` returns {unknown}, which the server does not have; give them "
-                "an initial value in `server`"
-            )
         if wrong := [
             key
-            for key in before
+            for key in sorted(before.keys() | after.keys())
             if key not in after
+            or key not in before
             or not (
                 alike(before[key], after[key])
                 or alike(before[key], after[key], free=free(self.run.clients).get(key, 0))
@@ -224,7 +223,7 @@ class RoundSum:
             held = {key: expected.get(key, "nothing") for key in wrong}
             raise ValueError(
                 f"a pool or `combine` returns {found}, but the server has {held}; return entries "
-                "in these shapes and dtypes"
+                "in these shapes and dtypes, and give new ones an initial value in `server`"
             )
         if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
@@ -245,12 +244,14 @@ class AggregationRun:
         settings: The run's settings.
         clients: Number of clients.
         least: Minimum number of replies in a round.
+        sums: Function that makes the sum of a round, see `begin`.
     """
 
     algorithm: Algorithm
     settings: Settings
     clients: int
     least: int
+    sums: Callable[[Any, Server, int, np.ndarray], RoundSum] = RoundSum
 
     def cohort(self, round: int, known: Mapping[str, np.ndarray] = {}) -> np.ndarray:
         """Return the ids of one round's cohort, ascending; see `Settings.cohort`."""
@@ -260,7 +261,7 @@ class AggregationRun:
         """Start the sum of a round from the state `server`; `cohort` has the ids of all its
         clients, some of which may not reply.
         """
-        return RoundSum(self, server, round)
+        return self.sums(self, server, round, cohort)
 
 
 class Aggregation:
@@ -408,8 +409,8 @@ class ReplyFilter:
         self.losses = np.append(self.losses, replies.losses)
 
     def close(self) -> list[int]:
-        """Add the accepted replies to the sum, in the order of a simulation, independent of the
-        order in which they arrived.
+        """Add the accepted replies to the sum, in the order of a simulation, independent of their
+        order of arrival.
 
         Returns:
             The ids of clients whose reply, or training, was not accepted.
@@ -417,8 +418,7 @@ class ReplyFilter:
         ranks, known = current(), (self.dropped, self._norms, self._sizes)
         self.dropped, self._norms, self._sizes = {}, {}, {}
         for dropped, norms, sizes in ranks.every(lambda: known):
-            for client, reason in dropped.items():
-                self.dropped.setdefault(client, reason)
+            self.dropped |= {j: why for j, why in dropped.items() if j not in self.dropped}
             self._norms |= norms
             for name, each in sizes.items():
                 self._sizes.setdefault(name, {}).update(each)

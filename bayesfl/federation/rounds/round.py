@@ -17,12 +17,11 @@ import numpy as np
 
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server
-from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
 from bayesfl.federation.errors import BadClients, FailedRound, SmallCohort, called
 from bayesfl.federation.rounds.admission import Admission, Declared
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, ReplyFilter
-from bayesfl.federation.settings import OPEN, Settings
+from bayesfl.federation.settings import OPEN
 
 KNOWN = "known_"
 """Prefix of the history's columns of clients with what the server knows of them."""
@@ -33,18 +32,13 @@ class Rules:
     """Hold the rules that all rounds of a run share.
 
     Args:
-        algorithm: The method.
-        settings: The run's settings.
-        clients: Number of clients.
         declared: Shape and dtype of every tensor that a client sends, from `Algorithm.uplink`.
         admission: Rules for accepting replies.
-        aggregation: Rule for drawing cohorts and adding up their replies.
-        names: The clients' names, for messages; empty if the server does not know them.
+        aggregation: The method, the settings, and the rule for drawing cohorts and adding up their
+            replies.
+        names: The clients' names, for messages; empty if unknown.
     """
 
-    algorithm: Algorithm
-    settings: Settings
-    clients: int
     declared: Declared
     admission: Admission
     aggregation: AggregationRun
@@ -164,8 +158,8 @@ def run_round(
             **dict.fromkeys(("lost", "rejected", "bytes_up", "bytes_down"), 0),
         )
     rest = (
-        np.setdiff1d(np.arange(rules.clients), cohort)
-        if rules.settings.train == "all"
+        np.setdiff1d(np.arange(aggregation.clients), cohort)
+        if aggregation.settings.train == "all"
         else cohort[:0]
     )
     total = aggregation.begin(server, number, cohort)
@@ -204,7 +198,7 @@ def run_round(
             server = filter.server()
         except FailedRound as error:
             failed = error
-        transport.commit(dropped if failed is None else range(rules.clients))
+        transport.commit(dropped if failed is None else range(aggregation.clients))
         missing = len(lost.intersection(cohort.tolist()))
         counted = {
             "lost": missing,
@@ -213,7 +207,7 @@ def run_round(
         }
         if failed is not None:
             # Other sums count their own bytes.
-            hidden = rules.settings.aggregation != OPEN
+            hidden = aggregation.settings.aggregation != OPEN
             failed.row |= counted | ({"bytes_up": math.nan} if hidden else {})
             raise failed
     row = {

@@ -120,14 +120,10 @@ class EarlyStopping:
             )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
-            never = result.settings.evaluate_every is None
             trained = any(row.get("cohort") for row in history)
-            if never and trained and self.column not in history.columns:
-                raise KeyError(
-                    f"no column {self.column!r}: nothing is evaluated during the run; pass "
-                    f"evaluate_every=1, or choose a column of {history.columns}"
-                )
-            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
+            own = "personal_", "validation_"
+            evaluated = any(key.startswith(own) for key in history.columns)
+            if evaluated or (trained and result.settings.evaluate_every is None):
                 history[self.column]  # raises an error with similar columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)

@@ -8,7 +8,7 @@ process may do is in one place: `Clients.save` writes checkpoints, `_told` calls
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -35,14 +35,12 @@ into the stopping time, which epsilon does not cover.
 """
 
 
-def check_callbacks(name: str, on_round: object) -> None:
-    """Check that callbacks are a list of functions.
+def check_callbacks(name: str, on_round: Iterable[object]) -> None:
+    """Check that callbacks are functions.
 
     Raises:
         TypeError: They are not a list, or one of them is not a function.
     """
-    if not isinstance(on_round, Sequence) or isinstance(on_round, str):
-        raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
     for callback in on_round:
         if not callable(callback) or isinstance(callback, type):  # otherwise fails after a round
             raise TypeError(
@@ -89,7 +87,7 @@ def drive(
     every: int,
     progress: bool | None,
 ) -> R:
-    """Return a run after its remaining rounds, or after the round at which a callback ends it.
+    """Return a run after its remaining rounds, or after a round that a callback makes the last one.
 
     Any error, including Ctrl-C and a full disk, has the run after its last round as `result`.
 
@@ -118,7 +116,12 @@ def drive(
                     clients.save(run)
                 bar.update()
                 ended = _told(callbacks, run)
-        if ended and settings.evaluate_every is not None and not _measured(run):
+        measures = tuple(PREFIXES.values())
+        if (
+            ended
+            and settings.evaluate_every is not None
+            and not any(column.startswith(measures) for column in run.history[-1])
+        ):
             run = clients.evaluate(run, None)
             _logged(run)
             clients.save(run)
@@ -150,7 +153,7 @@ def _round(run: R, rules: Rules, clients: Clients[R]) -> tuple[R, Any]:
         FailedRound: The round failed in every attempt.
     """
     number, earlier = run.round + 1, 0
-    drawn = rules.algorithm.redrawn(run.server, seed=rules.settings.seed, round=run.round)
+    drawn = run.algorithm.redrawn(run.server, seed=run.settings.seed, round=run.round)
     run = replace(run, server=drawn)
     while True:
         attempt = clients.attempt(run)
@@ -205,8 +208,3 @@ def _logged(run: Run) -> dict[str, str]:
     parts = ", ".join(f"{key} {value}" for key, value in said.items())
     log.info("round %d of %d: %s", run.round, run.settings.rounds, parts)
     return {key: said[key] for key in HEADLINES if key in said}
-
-
-def _measured(run: Run) -> bool:
-    """Return whether the last row of the history has measures of the clients' own models."""
-    return any(column.startswith(tuple(PREFIXES.values())) for column in run.history[-1])

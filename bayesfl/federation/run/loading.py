@@ -59,7 +59,7 @@ def load(
         path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints; the
             newest undamaged checkpoint is loaded.
         algorithm: The method that made the run.
-        clients: The data on which the run was made; None to load it without data.
+        clients: The run's data; None to load it without data.
         device: The device for its state.
 
     Raises:
@@ -131,7 +131,7 @@ def _read(
 
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
-    """Return a result together with the data on which it was made."""
+    """Return a result together with its data."""
     refuse_differences(
         f"{what} was made on other data:",
         result.known.outline.differences(clients.outline),
@@ -338,15 +338,10 @@ def matched(
             "runs, or pass here the names that the clients had there",
         )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
-    if new and fresh and lost:
+    if fresh and lost:
         warn(
             f"clients {fresh[:5]} are new and {lost[:5]} of the earlier run are missing; use the "
             "old names of clients that were only renamed",
-        )
-    if not new:
-        warn(
-            "no client has the name of one in the run that this one starts from; all start as new "
-            "clients"
         )
     if algorithm.tally and len(new) < len(before):
         warn(

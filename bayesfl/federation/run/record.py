@@ -30,9 +30,7 @@ METHODS_START = "the method's own start"
 
 
 def in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Describe the state from which a run starts, with a digest of that state and of the clients'
-    names.
-    """
+    """Describe the start of a run, with a digest of its state and of the clients' names."""
     return f"{what} (digest {digest_of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
@@ -50,7 +48,7 @@ class Run(ABC):
         history: One row for each round.
         device: The device of the state.
         dtype: The precision of the state.
-        began: Description of the state from which the run started; differs between states.
+        began: Description of the run's start; differs between states.
         after: Objects fitted after training: the clients' answers to the surveys of the method's
             predictor, and the steps of calibration. Further training deletes them.
     """

@@ -93,8 +93,10 @@ def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]
     """
     measures, names = found["measures"], dict(enumerate(found["names"]))
     columns: dict[str, Any] = {"client": [names.get(j) or f"client {j}" for j in measures]}
-    for key in dict.fromkeys(key for of in measures.values() for key in of):
-        columns[in_prose(key)] = [of.get(key) for of in measures.values()]
+    columns |= {
+        in_prose(key): [of.get(key) for of in measures.values()]
+        for key in dict.fromkeys(key for of in measures.values() for key in of)
+    }
     steps = [Fitted(step, {}, {}) for step in found["calibration"]]
     found = {**found, "after": steps, "private": found["start"]}
     shared = table(columns) if measures else "<p>No client shares its measures.</p>"
@@ -161,8 +163,10 @@ def _settings(found: Mapping[str, Any]) -> str:
         run["time"] = f"{np.nansum(history['seconds']):.1f} s"
     name = algorithm["method"]
     parts = {f"Method: {name}": _defaults(name) | algorithm.get(name, {})}
-    for one in _steps(found):
-        parts[f"Calibration: {type(one.step).__name__}"] = described(vars(one.step))
+    parts |= {
+        f"Calibration: {type(one.step).__name__}": described(vars(one.step))
+        for one in _steps(found)
+    }
     shown = facts(run)
     for title, of in parts.items():
         told = {name.replace("_", " "): _words(of[name]) for name in of if name != "class"}

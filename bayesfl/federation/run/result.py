@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from bayesfl.base import archive
 from bayesfl.base.archive import digest_of_tensor
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
@@ -85,7 +84,7 @@ class Result(Run):
             training cannot continue from it.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as in
             runs that skip bad clients; otherwise `DivergenceError` is raised.
-        began: Description of the state from which the run started; differs between states.
+        began: Description of the run's start; differs between states.
         after: Objects fitted after training: the clients' answers to the surveys of the method's
             predictor, and the steps of calibration. Answers are valid for the method as it
             predicted then; for another one, from `replace(result, algorithm=...)`, clients are
@@ -230,9 +229,8 @@ class Result(Run):
 
         Raises:
             TypeError: `split` is not a `ClientData`.
-            ValueError: The split has no examples, other inputs, columns or clients; `draws` is not
-                an integer >= 0; or the method's predictor must be tuned but the data have no
-                validation split.
+            ValueError: The split has other inputs, columns or clients; `draws` is not an integer
+                >= 0; or the method's predictor must be tuned but the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
             MemoryError: The predictions, padded to the longest client, exceed the memory; `table`
                 and `audit` use no padding.
@@ -285,8 +283,7 @@ class Result(Run):
         """
         import pandas as pd
 
-        rows = self.data.splits[split]
-        measured = self.known_of(rows, draws).measured().table()
+        measured = self.known_of(self.data.splits[split], draws).measured().table()
         columns = {f"{name}_rows": part.counts for name, part in self.data.splits.items()} | {
             name: values for name, values in measured.items() if name not in ("client", "examples")
         }
@@ -344,9 +341,9 @@ class Result(Run):
                 `ClientPrivacy`.
 
         Warns:
-            UserWarning: Sets are made on a split to which another step was fitted, a step is fitted
-                to training or test rows, the data do not bound a temperature, or a step increases
-                the loss of validation rows or of other rows that a step reads.
+            UserWarning: Sets are made on the split of another step, a step is fitted to training or
+                test rows, the data do not bound a temperature, or a step increases the loss of
+                validation rows or of other rows that a step reads.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_reading(self)
@@ -440,8 +437,7 @@ class Result(Run):
     def _by(self, method: Algorithm, aggregation: surveying.Adder | None) -> "Result":
         """Return the federation with a method that trains nothing, after its surveys."""
         server = pooling.servers_state(self.algorithm, self.server, method)
-        question = next_question(method, server, {})
-        assert question is not None
+        question: Any = next_question(method, server, {})
         surveying.about(self, [question[1]])
         made = replace(self, algorithm=method, server=server, private={}, after=())
         return replace(made, after=answers_of(made._answered(aggregation), method))
@@ -749,40 +745,17 @@ class Result(Run):
         network = module_at(algorithm, algorithm.parts, view) if single else algorithm.model
         return Samples(found[None], algorithm.layout(block), network, algorithm.likelihood)
 
-    @declared
-    def to_arviz(self, client: int | str, block: str, *, draws: Count = 1000) -> Any:
-        """Return `samples` of a client's posterior of a block as ArviZ's InferenceData, with one
-        variable for each parameter, [chain, draw, ...]; for M copies [chain, draw, M, ...].
-
-        Args:
-            client: The client's name, or its number.
-            block: A block whose posterior has an entropy.
-            draws: Number of draws S.
-
-        Raises:
-            ValueError: See `samples`.
-            ImportError: ArviZ is not installed.
-        """
-        return self.samples(client, block, draws=draws).to_arviz()
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, the settings and the history into the folder `path`; `bf.load` reads
         them.
 
         The model's code and the data are not written; `bf.load` receives them as arguments and
-        checks that they are the same.
-
-        A warning is issued if the folder contains another run, which this one replaces, or another
-        run's checkpoints.
+        checks that they are the same. A run that the folder held is replaced.
 
         Raises:
-            ValueError: `path` is a file, or lies under one.
+            OSError: `path` is a file, or lies under one.
         """
-        inside = folder("path", path)
-        befores = [archive.said_of(file) for file in files.checkpoints(inside)]
         files.write(path, files.RUN, self._content())
-        if other := next(filter(None, map(self._other, befores)), ""):
-            warn(f"{str(path)!r} held another run, {other}, which this one replaces")
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the run: one page of HTML that needs no other file.
@@ -814,26 +787,12 @@ class Result(Run):
         """
         reporting.write_report(path, {**vars(self), "algorithm": identity(self.algorithm)}, self)
 
-    def _other(self, before: Mapping[str, Any]) -> str:
-        """Return a description of another run that a file belonged to; '' if it belonged to this
-        one or to none.
-        """
-        if before.get("kind") != files.RUN.name or before.get("format") != archive.FORMAT:
-            return ""
-        rounds = zip(before["history"]["rows"], self.history.rows, strict=False)
-        # The exact numbers identify the run.
-        same = all(one.get("seconds") == row.get("seconds") for one, row in rounds)
-        if same and before["known"]["hash"] == self.known.hash:
-            return ""
-        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
-        return f"{method} with seed {seed} after round {before['round']}"
-
     def save_round(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of a run in progress into the folder `path`; the previous checkpoint
         is kept, older ones are removed.
 
         Raises:
-            ValueError: `path` is a file, or lies under one.
+            OSError: `path` is a file, or lies under one.
         """
         if current().rank == 0:
             files.write_round(path, files.RUN, self._content())
@@ -858,20 +817,10 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
         data: The federation's data.
 
     Raises:
-        ValueError: The split has no examples, or other inputs, columns or clients.
+        ValueError: The split has other inputs, columns or clients.
     """
-    if not split.counts.any():
-        raise ValueError(
-            "the split has no examples to predict; pass one with examples, or make the data with a "
-            "larger part for it"
-        )
     about = {"outputs": data.outputs, "task": data.task, "columns": split.columns}
     data.schema.refuse_other("split", Schema.of(split, **about))
-    if split.clients != data.clients:
-        raise ValueError(
-            f"the split has {split.clients} clients, the result {data.clients}; use "
-            "result.adapt(...) for new clients"
-        )
     if not any(_is_part(split, known) for known in data.splits.values()):
         raise ValueError(
             "the split belongs to other clients: its labels are not rows of the same clients in "
@@ -892,8 +841,8 @@ def _is_part(split: ClientData, known: ClientData) -> bool:
     """Return whether every client's examples in `split` are among its own in `known`, judged by
     labels and places; inputs may differ.
     """
-    if split.y is not known.y and not (
-        split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)
+    if split.clients != known.clients or not (
+        split.y is known.y or (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y))
     ):
         return False
 

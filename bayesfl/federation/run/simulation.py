@@ -254,15 +254,7 @@ def simulate(
         sums = aggregation.start(
             result, admission, every=None if checkpoint is None else every, repeats=repeats
         )
-        rules = Rules(
-            algorithm,
-            settings,
-            clients.clients,
-            algorithm.uplink(result.server),
-            admission,
-            sums,
-            clients.client_names,
-        )
+        rules = Rules(algorithm.uplink(result.server), admission, sums, clients.client_names)
         sample = generator(seed, Purpose.EVALUATION).choice(
             clients.clients,
             min(evaluate_clients or clients.clients, clients.clients),

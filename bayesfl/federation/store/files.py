@@ -117,8 +117,12 @@ def _source(kind: type) -> dict[str, str]:
 def _written(one: Answer | Fitted) -> dict[str, Any]:
     if isinstance(one, Answer):
         return one._asdict() | {"state": dict(one.state)}
-    said = {**vars(one), "state": dict(one.state), "own": dict(one.own)}
-    return {**said, "step": described_steps([one.step])[0]}
+    return {
+        **vars(one),
+        "state": dict(one.state),
+        "own": dict(one.own),
+        "step": described_steps([one.step])[0],
+    }
 
 
 def _as_fitted(one: Mapping[str, Any]) -> Answer | Fitted:
@@ -214,8 +218,9 @@ def write(
 
     Raises:
         TypeError: `path` is neither text nor a path.
-        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data
-            contain a function that cannot be recognised.
+        OSError: `path` is a file, or lies under one.
+        ValueError: `path` is empty; or the method or the data contain a function that cannot be
+            recognised.
     """
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "schema", "settings")))
@@ -260,20 +265,8 @@ def read(
         CheckpointError: The folder contains no file of this kind, or every file is damaged or has
             another format.
     """
-    files, damage = checkpoints(folder("path", path)), []
-    if not files:
-        others = [
-            file
-            for pattern in (CLIENT_FILE, "state-*", "*/state-*", "*/*/state-*")
-            for file in sorted(Path(path).glob(pattern))
-        ]
-        for file in others[:1]:
-            read_file(file, kind)
-        raise archive.CheckpointError(
-            f"{str(path)!r} contains no saved run, neither {STATE} nor a checkpoint "
-            "round-*.safetensors"
-        )
-    for file in files:
+    damage: list[str] = []
+    for file in checkpoints(folder("path", path)):
         try:
             found = read_file(file, kind, device)
         except archive.OtherFileError:
@@ -284,7 +277,10 @@ def read(
         if damage:
             warn(f"{'; '.join(damage)}; using {file.name} instead")
         return found
-    raise archive.CheckpointError("; ".join(damage))
+    raise archive.CheckpointError(
+        "; ".join(damage)
+        or f"{str(path)!r} contains no saved run, neither {STATE} nor round-*.safetensors"
+    )
 
 
 def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -339,8 +335,8 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
         The checkpoints in it, the newest first.
 
     Raises:
-        ValueError: Another run uses the folder, `path` is a file or lies under one, or the folder
-            contains a saved result.
+        OSError: `path` is a file, or lies under one.
+        ValueError: Another run uses the folder, or the folder contains a saved result.
     """
     if path is None:
         yield []
@@ -371,7 +367,7 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of saved runs in the folder `path`, in the order in which to try them."""
+    """Return the files of saved runs in the folder `path`, the best one first."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))
 
@@ -414,12 +410,7 @@ def _joined(said: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, An
 
 def _folder(path: str | os.PathLike[str]) -> Path:
     made = folder("path", path)
-    try:
-        made.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(
-            f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another"
-        ) from error
+    made.mkdir(parents=True, exist_ok=True)
     return made
 
 

@@ -101,7 +101,7 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     draws = found.samples(2, "own_head", draws=500).draws[0]
     away = torch.linalg.solve_triangular(root, (draws - own[2]).mT, upper=False)
     assert_close(away.square().mean(), torch.ones(()).double(), rtol=0, atol=0.03)
-    posterior = found.to_arviz(2, "own_head", draws=30).posterior
+    posterior = found.samples(2, "own_head", draws=30).to_arviz().posterior
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
 
 

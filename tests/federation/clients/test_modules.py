@@ -26,12 +26,9 @@ def test_the_servers_network_is_that_of_its_means(model: nn.Module, clients: Fed
 
 def test_servers_without_a_network_for_all(model: nn.Module, clients: FederatedData):
     """Private parts and mixtures."""
-    for name, words in (
-        ("fedper", r"\['head'\] stay with the clients"),
-        ("ifca", "mixtures of several"),
-    ):
+    for name in ("fedper", "ifca"):
         result = run(getattr(bf.algorithms, name)(model, epochs=1), clients)
-        with pytest.raises(ValueError, match=rf"{words}.*result\.client\(name\)"):
+        with pytest.raises(ValueError, match=r"no complete network.*result\.client\(name\)"):
             server_module(result.algorithm, result.server, 7, torch.ones((), dtype=torch.float64))
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from torch.testing import assert_close
 
@@ -155,13 +154,6 @@ def test_finetuning_runs_once_for_all_splits():
         assert_close(
             result.predict(split).summary(split)["nll"], result.history[f"{prefix}_nll"][-1]
         )
-
-
-def test_a_split_without_examples(result):
-    """Nothing to predict: refused, where one empty client among others is fine."""
-    test = result.data.test
-    with pytest.raises(ValueError, match="split has no examples"):
-        result.predict(ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int)))
 
 
 def test_a_mixture_predicts_for_a_chunk_as_for_each_client():

@@ -38,7 +38,7 @@ def test_unseen_refuses_whatever_is_asked():
         ({"seen": torch.zeros(2)}, r"'seen': \(torch\.float32.*server .*'seen': \(torch\.int64"),
         ({"each": torch.zeros(3, 2)}, r"each.*\(3, 2\).*each.*\(7, 2\)"),
         ({"one": torch.zeros(1)}, r"one.*\(1,\).*one.*\(\)"),
-        ({"other": torch.zeros(2)}, r"`combine` .*\['other'\].*`server`"),
+        ({"other": torch.zeros(2)}, r"`combine` .*'other'.*'other': 'nothing'.*`server`"),
     ],
 )
 def test_combine_returns_what_the_server_has(
@@ -112,7 +112,7 @@ class Own:
     [
         (lambda loc: {"loc": loc.float()}, r"w\.loc.*float32.*float64"),
         (lambda loc: {"loc": loc[None]}, r"w\.loc.*\(1, .*w\.loc"),
-        (lambda loc: {"loc": loc, "more": loc}, r"\['w\.more'\]"),
+        (lambda loc: {"loc": loc, "more": loc}, r"'w\.more': 'nothing'"),
         (lambda loc: {"loc": loc.add_(1)}, "pool.*writes"),
     ],
 )

@@ -157,9 +157,6 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
     rules = Rules(
-        made,
-        first.settings,
-        clients.clients,
         made.uplink(made.init(1)),
         bf.Admission(),
         AggregationRun(made, first.settings, clients.clients, 1),

@@ -124,7 +124,8 @@ def test_what_is_refused(model, clients: FederatedData):
     for callbacks, options, error, words in (
         ([EarlyStopping("validation_nll")], {}, KeyError, "validation_nll"),
         ([EarlyStopping("nonsense")], {"evaluate_every": None}, KeyError, "nonsense"),
-        *((one, {}, TypeError, "on_round") for one in (print, "print", [3], [EarlyStopping])),
+        (print, {}, TypeError, "not iterable"),
+        *((one, {}, TypeError, "on_round") for one in ("print", [3], [EarlyStopping])),
     ):
         with pytest.raises(error, match=words):
             run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=callbacks, **options)
