@@ -451,6 +451,21 @@ class FederatedData:
         counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs)
         return counts.reshape(self.clients, self.outputs)
 
+    def most_frequent(self, split: str) -> np.ndarray | None:
+        """Return the accuracy on a split, [J], of always answering the class that is most frequent
+        among a client's training rows; None as of `label_counts`, NaN for a client without rows.
+
+        Example:
+            >>> bf.data.iid("digits", clients=2).most_frequent("test").round(2).tolist()
+            [0.11, 0.09]
+        """
+        if (counts := self.label_counts) is None:
+            return None
+        y, mask = self.splits[split].padded_labels()
+        common = torch.from_numpy(counts.argmax(1)).to(y.device)
+        right = ((y == common[:, None]) & mask).sum(1).double() / mask.sum(1)
+        return right.cpu().numpy()
+
     def table(self) -> str:
         """Return a table with a row per client: its examples in each split, and in each class of
         the training data if it has at most 20.

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -57,6 +58,8 @@ class Record:
         history: The measures of every evaluated round.
         clients: Every measure of test data by client, {measure: [J]}, after the last round; None
             where it was not computed.
+        often: Accuracy on test data of always answering each client's most frequent training class,
+            mean over clients; None where it is not known.
         budget: `steps`, `epochs`, `bytes_up` and `bytes_down` of a client in a round in which it
             trains, means over clients and rounds.
         settings: The settings of the run, in words.
@@ -76,6 +79,7 @@ class Record:
     data: str = ""
     history: History = field(default_factory=History)
     clients: Mapping[str, list[Any]] | None = None
+    often: float | None = None
     budget: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     scaled: str = ""
@@ -316,10 +320,15 @@ def recorded(result: Result) -> Record:
     gathered = sum(row["cohort"] for row in history)
     trained = len(history) * outline.clients if result.settings.train == "all" else gathered
     shares = {"bytes_up": gathered, "bytes_down": trained}
+    known = result.known
+    often = None
+    if isinstance(known, FederatedData) and "test" in known.splits:
+        often = known.most_frequent("test")
     return Record(
         recipe=recipe_of(result),
         data=outline.hash,
         history=history,
+        often=None if often is None else float(np.nanmean(often)),
         budget={
             "steps": gradient_steps(result.algorithm, outline.counts, seed=seed),
             "epochs": epochs(result.algorithm, outline.counts, seed=seed),

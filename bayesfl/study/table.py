@@ -485,11 +485,25 @@ class Table:
     def _written(self, form: Callable[[Sheet], str]) -> str:
         try:
             table = self._settled()
-            summary = table.summary()
+            means = table._means()
         except ValueError as error:  # which `print` should show, not raise
             return f"{self!r}\n{error}"
-        sheets = (summary.sheet(), table._budgets(), table._choices(), table._remarks())
+        sheets = (means, table._budgets(), table._choices(), table._remarks())
         return "\n\n".join(told for told in map(form, sheets) if told)
+
+    def _means(self) -> Sheet:
+        """Return the table of means, with the accuracy of always answering the most frequent class
+        where methods have one.
+        """
+        runs = dict(self.summary().runs)
+        often = {
+            (row.seed, row.record.data): row.record.often
+            for row in self.rows
+            if row.record.often is not None
+        }
+        if often and any("personal_accuracy" in of for of in runs.values()):
+            runs["most frequent class"] = {"personal_accuracy": [*often.values()]}
+        return report.table(runs)
 
     def _budgets(self) -> Sheet:
         """Return the table of what a client computes and sends in a round in which it trains, and
