@@ -455,7 +455,7 @@ class FederatedData:
 
         Example:
             >>> bf.data.iid("digits", clients=2).most_frequent("test").round(2).tolist()
-            [0.11, 0.09]
+            [0.09, 0.11]
         """
         if (counts := self.label_counts) is None:
             return None
