@@ -114,9 +114,9 @@ for _place in (
     "federation.run.callbacks",
     "posteriors.selection",
 ):
-    # Each is imported by its short name, too, as `from bayesfl.calibration import Temperature`,
-    # with what is in it: the very modules, so that no class is there twice. Type checkers know
-    # them as attributes, `bf.calibration`.
+    # Each module has a short name, too, as in `from bayesfl.calibration import Temperature`. It is
+    # the same module, so that no class exists twice. Type checkers see attributes,
+    # `bf.calibration`.
     _whole = f"bayesfl.{_place}"
     for _name in [name for name in sys.modules if f"{name}.".startswith(f"{_whole}.")]:
         _short = f"bayesfl.{_place.rpartition('.')[2]}{_name.removeprefix(_whole)}"
@@ -134,7 +134,7 @@ def __dir__() -> list[str]:
 
 
 def _offers(module: ModuleType) -> list[str]:
-    """Return the names that completion offers of a public module: not those that it imports."""
+    """Return the names of a public module for completion, without those that it imports."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     own = [

@@ -130,7 +130,7 @@ class Optimiser(Protocol):
 
 def check_optimiser(name: str, value: object) -> None:
     """Check that an optimiser has its two steps from one class: `update` and `update_` are one step
-    in two forms, of which kernels take either.
+    in two forms, and kernels use either.
 
     Raises:
         TypeError: `value` is no optimiser, but a learning rate or a class.
@@ -156,8 +156,8 @@ def _front(state: list[Tensor], active: int) -> list[Tensor]:
 
 
 def _aligned(number: Any, like: Tensor) -> Any:
-    """Reshape numbers for each client of a chunk, [C], of which `like` holds the first, to
-    broadcast against it; a single number stays.
+    """Reshape numbers for each client of a chunk, [C], to broadcast against `like`, which holds the
+    first clients; a single number stays.
     """
     if not isinstance(number, Tensor) or not number.dim():
         return number
@@ -197,7 +197,7 @@ class SGD:
         """Return zero velocities, one for each parameter; None without momentum.
 
         Raises:
-            TypeError: A parameter is in half precision, in which torch's fused SGD computes wrong
+            TypeError: A parameter is in half precision, where torch's fused SGD computes wrong
                 steps on a CPU.
         """
         if half := {

@@ -95,7 +95,7 @@ def show(folder: Path = demo.FOLDER) -> None:
 
 
 def _file(folder: Path) -> Path | None:
-    """Return the file that says what a folder holds; None for a study's, or without one."""
+    """Return the file that identifies a folder; None for a study's, or without one."""
     if folder.is_file():
         return folder
     for found in (files.checkpoints(folder), sorted(folder.glob("*.safetensors"))):

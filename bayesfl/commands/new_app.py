@@ -75,7 +75,7 @@ from federated.task import data, method
 
 
 def load_data(context: Context) -> FederatedData:
-    """Return this node's data; its configuration says which client it is."""
+    """Return this node's data; the client is in its configuration."""
     return data(int(context.node_config["client-id"]))
 
 
@@ -138,4 +138,4 @@ def new_app(folder: Path) -> None:
         raise ValueError(f"{str(folder)!r} holds something already; give a new folder")
     for path, text in FILES.items():
         atomic_write(folder / path, text)
-    print(f"Made {folder}; {folder / 'README.md'} says how to run it.")
+    print(f"Made {folder}; {folder / 'README.md'} explains how to run it.")

@@ -78,8 +78,8 @@ def assemble(
         validation: Share of each client's training rows, 0 for no such split.
         calibration: The same, disjoint from `validation`.
         seed: Seed of the two draws.
-        environment: Environment from which each row comes, [N] int64, from 0 within each client;
-            None for no environments.
+        environment: Environment of each row, [N] int64, from 0 within each client; None for no
+            environments.
         columns: Names of the inputs' columns; None for inputs without names.
         apart: Inputs, and labels or targets, of test data in tensors of their own, which
             `rows["test"]` numbers; where the training data have environments, all of these rows are

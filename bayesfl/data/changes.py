@@ -1,6 +1,4 @@
-"""Checks of what is done to inputs whenever they are read, and of what is done to them for
-training, on a few rows.
-"""
+"""Checks of transforms and augmentations on a few rows."""
 
 import numpy as np
 import torch
@@ -16,18 +14,15 @@ TRIED_ROWS = 4
 """Number of rows on which a function is tried."""
 
 CALLS = 3
-"""Number of times that a function is called to see whether it draws by other means than torch's
-operations, or counts.
-"""
+"""Number of calls to detect a function that counts, or draws by other means than torch."""
 
-# by which a row alone may differ from the same row among others, relative to the largest number;
-# sums go in other orders
+# Largest difference between a row alone and the same row among others, relative to the largest
+# number: sums have another order.
 _ROUNDING = 1e-3
 
 
 def check_change(name: str, split: ClientData, change: Change) -> None:
-    """Try a function of inputs on a few rows of a split: a transform, which may stand between the
-    data and a network, or an augmentation, on what it returns a network can be trained.
+    """Try a transform or an augmentation on a few rows of a split.
 
     Args:
         name: `transform` or `augment`.
@@ -42,7 +37,7 @@ def check_change(name: str, split: ClientData, change: Change) -> None:
         TypeError: It is no function, or does not return tensors.
 
     Warns:
-        UserWarning: It changes what it holds when it is called.
+        UserWarning: It changes its own state when it is called.
     """
     x, before = _rows(split), digest_of(change)
     calls, drawn = [], False
@@ -85,7 +80,7 @@ def check_change(name: str, split: ClientData, change: Change) -> None:
     if digest_of(change) != before:
         warn(
             f"{name} changes what it holds or reads when it is called, so that saved runs and "
-            "saved models of clients will not know it again: fill that before, as in __init__",
+            "saved models of clients will not recognise it: fill that before, as in __init__",
         )
 
 

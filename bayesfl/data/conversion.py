@@ -16,8 +16,8 @@ from bayesfl.data.mapped import mapped, mark_mapped
 from bayesfl.data.tables.frames import columns_of
 
 ROUNDED_ROWS, COARSE = 1000, 1e-2
-"""Number of rows that are checked for what float32 loses, and the share of a column's standard
-deviation from which on a warning names it.
+"""Number of rows that are checked for rounding to float32; and the smallest rounding error that
+causes a warning, relative to the column's standard deviation.
 """
 
 
@@ -42,7 +42,7 @@ def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
     Args:
         values: The arrays.
         name: Name of the argument.
-        whose: What follows the name in an error message, as ` of client 3`.
+        whose: Text after the name in an error message, such as ` of client 3`.
 
     Raises:
         ValueError: An array holds no numbers, arrays have different numbers of rows, or a tuple or
@@ -75,7 +75,7 @@ def _tree(values: Any, name: str, whose: str) -> Inputs:
 
 
 def _warn_of_rounding(values: Tensor, name: str) -> None:
-    """Warn of columns whose numbers differ by hardly more than float32 can tell, as seconds since
+    """Warn of columns whose numbers differ by hardly more than float32 resolves, as seconds since
     1970 do.
     """
     if values.dtype != torch.float64 or values.dim() != 2 or len(values) < 2:
@@ -100,7 +100,7 @@ def _of_array(values: Any, name: str) -> Tensor:
     """Make a tensor of an array, a frame or nested lists; an array in a mapped file stays there."""
     if np.ma.is_masked(values):
         raise ValueError(
-            f"{name} has masked values, below which there may be any numbers; fill them in, as "
+            f"{name} has masked values, whose numbers are arbitrary; fill them in, as "
             "values.filled(...) does"
         )
     array = np.asarray(values)

@@ -46,8 +46,8 @@ class FederatedData:
         recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
         class_names: One name for each class; None for classes without names.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
-        prepared: What made these of the columns of a frame, see `from_frame`; None for other
-            inputs.
+        prepared: The columns that turned a frame into these inputs, see `from_frame`; None for
+            other inputs.
 
     Raises:
         ValueError: Labels or inputs are invalid, a client has no training data, the splits do not
@@ -90,7 +90,7 @@ class FederatedData:
                 )
             if (found := split.inputs) != self.inputs:
                 raise ValueError(
-                    f"split {name!r} has examples of shape {found}, inputs says {self.inputs}"
+                    f"split {name!r} has examples of shape {found}, inputs is {self.inputs}"
                 )
             self._check_targets(name, split)
             self._check_finite(name, split)
@@ -164,12 +164,12 @@ class FederatedData:
 
     @property
     def train(self) -> ClientData:
-        """Return the split on which clients are trained."""
+        """Return the split for training."""
         return self.splits["train"]
 
     @property
     def test(self) -> ClientData:
-        """Return the split on which results are measured.
+        """Return the split for measuring results.
 
         Raises:
             ValueError: The data have no such split.
@@ -178,7 +178,7 @@ class FederatedData:
 
     @property
     def validation(self) -> ClientData:
-        """Return the split on which options are tuned.
+        """Return the split for tuning options.
 
         Raises:
             ValueError: The data have no such split.
@@ -187,7 +187,7 @@ class FederatedData:
 
     @property
     def calibration(self) -> ClientData:
-        """Return the split to which a temperature or a conformal threshold is fitted.
+        """Return the split for fitting temperatures and conformal thresholds.
 
         Raises:
             ValueError: The data have no such split.
@@ -206,8 +206,8 @@ class FederatedData:
 
     @property
     def targets(self) -> Targets:
-        """Return what the data are to predict, in all splits, by which a likelihood says how many
-        outputs a network needs.
+        """Return the targets of all splits, from which a likelihood computes the number of outputs
+        that a network needs.
         """
         return Targets(
             self.task,
@@ -222,9 +222,9 @@ class FederatedData:
 
     @property
     def balanced_weights(self) -> tuple[float, ...]:
-        """Return N / (O N_c) for each class c, by its N_c of all N training labels: the weights
-        under which all classes have the same part in a loss, as scikit-learn's "balanced"; 1 for
-        a class without a label.
+        """Return N / (O N_c) for each class c with N_c of all N training labels, scikit-learn's
+        "balanced" weights, which give all classes the same part in a loss; 1 for a class without a
+        label.
 
         For `likelihood=Bernoulli(weights=clients.balanced_weights)`, or `Categorical`'s.
 
@@ -277,7 +277,7 @@ class FederatedData:
 
     @cached_property
     def schema(self) -> Schema:
-        """Return what the rows look like, and what is done to them before a model receives them."""
+        """Return the form of the rows, and their transform."""
         return Schema.of(
             self.train,
             outputs=self.outputs,
@@ -289,7 +289,7 @@ class FederatedData:
 
     @cached_property
     def outline(self) -> Outline:
-        """Return what is known of the clients without their rows."""
+        """Return the description of the clients without their rows."""
         return Outline(
             **vars(self.schema),
             client_names=self.client_names,
@@ -331,9 +331,7 @@ class FederatedData:
         )
 
     def as_environments(self) -> "FederatedData":
-        """Mark every client's examples as one environment, which is how invariant methods treat the
-        clients.
-        """
+        """Mark every client's examples as one environment, for invariant methods."""
         made: dict[int, Tensor] = {}
         splits = {
             name: replace(
@@ -349,14 +347,14 @@ class FederatedData:
         )
 
     def transformed(self, transform: Change) -> "FederatedData":
-        """Return the same data with a transform: what is done to inputs whenever they are read, in
-        training and in predictions.
+        """Return the same data with a transform, a function applied to inputs whenever they are
+        read, in training and in predictions.
 
-        So images stay bytes in memory or in their file, with `clients.transformed(lambda x:
-        x.float() / 255)`.
+        With `clients.transformed(lambda x: x.float() / 255)` images stay bytes in memory or in
+        their file.
 
         Args:
-            transform: Function of the inputs of some rows, [B, ...], to what the model is given,
+            transform: Function of the inputs of some rows, [B, ...], to the model's inputs,
                 [B, ...]: row by row, without draws. Floats come in the run's precision, and are
                 converted to it afterwards.
 
@@ -376,13 +374,13 @@ class FederatedData:
         return replace(self, splits=splits, inputs=splits["train"].inputs)
 
     def augmented(self, augment: Change) -> "FederatedData":
-        """Return the same data with an augmentation: what is done to inputs in every step of
+        """Return the same data with an augmentation, a function applied to inputs in every step of
         training, and in no prediction.
 
         Args:
-            augment: Function of the inputs of a client's rows, [B, ...], as the model is given
-                them, to others of their shape. It is plain torch code; what it draws by torch, as
-                by `torch.rand(len(x))`, follows from the run's seed. Labels stay.
+            augment: Function of the model's inputs for a client's rows, [B, ...], to others of
+                their shape. It is plain torch code; its draws by torch, such as
+                `torch.rand(len(x))`, follow from the run's seed. Labels stay.
 
         Raises:
             ValueError: There is one already, or a trial on a few training rows shows that it
@@ -401,8 +399,8 @@ class FederatedData:
     def hold_out(
         self, clients: int | float, *, seed: int = 0
     ) -> tuple["FederatedData", "FederatedData"]:
-        """Split the federation into two, by clients drawn at random: those to be trained, and novel
-        ones, not seen in training.
+        """Split the federation at random into two: clients for training, and novel ones, not seen
+        in training.
 
         Args:
             clients: Number of clients to hold out, or their share as a float within (0, 1).
@@ -450,6 +448,21 @@ class FederatedData:
         label = self.train.y[self.train.index].cpu().numpy()
         counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs)
         return counts.reshape(self.clients, self.outputs)
+
+    def most_frequent(self, split: str) -> np.ndarray | None:
+        """Return the accuracy on a split, [J], of always answering the class that is most frequent
+        among a client's training rows; None as of `label_counts`, NaN for a client without rows.
+
+        Example:
+            >>> bf.data.iid("digits", clients=2).most_frequent("test").round(2).tolist()
+            [0.09, 0.11]
+        """
+        if (counts := self.label_counts) is None:
+            return None
+        y, mask = self.splits[split].padded_labels()
+        common = torch.from_numpy(counts.argmax(1)).to(y.device)
+        right = ((y == common[:, None]) & mask).sum(1).double() / mask.sum(1)
+        return right.cpu().numpy()
 
     def table(self) -> str:
         """Return a table with a row per client: its examples in each split, and in each class of

@@ -1,4 +1,4 @@
-"""Names of clients and of classes: lists, in which the place of a name says whose it is."""
+"""Names of clients and of classes: lists in the order of the clients or classes."""
 
 import reprlib
 from collections import Counter
@@ -8,8 +8,8 @@ from bayesfl.base.warning import warn
 
 
 def ordered(name: str, values: object, remedy: str) -> None:
-    """Check that `values` is a list or the like: the order of a set is arbitrary, that of a mapping
-    is another than the reader's.
+    """Check that `values` is a list or the like: a set has no order, and a mapping is in the order
+    of its entries.
 
     Raises:
         TypeError: It is a mapping, a set, one text or nothing that can be iterated; the message
@@ -98,9 +98,7 @@ def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
 
 
 def generated(clients: int) -> list[str]:
-    """Return the names of clients that have none of their own, which say no more than their
-    places.
-    """
+    """Return the default names of clients, made of their places."""
     return [f"client {j}" for j in range(clients)]
 
 

@@ -1,4 +1,4 @@
-"""The outline of a federation's data: what is known of its clients without their rows."""
+"""The outline of a federation's data: its clients, without their rows."""
 
 import functools
 import operator
@@ -16,17 +16,16 @@ from bayesfl.data.tables.texts import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Outline(Schema):
-    """Hold what is known of a federation's data without their rows, as a saved run holds it: the
-    schema of the rows, and whose and how many they are.
+    """Describe a federation's data without their rows, as a saved run does: the schema of the rows,
+    and each client's name and number of rows.
 
     Args:
         client_names: One name for each client.
         counts: Number of training examples of each client.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
-        rows: As `hash`, without what is done to the inputs.
-        augment: Description of what is done to inputs in training alone, see
-            `bayesfl.base.described`; None for nothing.
+        rows: The same hash without transform and augmentation.
+        augment: Description of the augmentation, see `bayesfl.base.described`; None for none.
     """
 
     client_names: tuple[str, ...]
@@ -48,12 +47,12 @@ class Outline(Schema):
 
     @property
     def schema(self) -> Schema:
-        """Return the schema alone, which says nothing of clients."""
+        """Return the schema alone, without the clients."""
         return Schema(**{field.name: getattr(self, field.name) for field in fields(Schema)})
 
     def differences(self, other: Schema) -> dict[str, tuple[Any, Any]]:
-        """Return where other data are not those of this outline: the same clients in one order, the
-        same rows, transform and augmentation, in every split.
+        """Return where other data differ from these: in the clients and their order, or in the
+        rows, the transform or the augmentation of a split.
         """
         one, two = (
             {name: getattr(of, name, None) for name in ("client_names", "rows", "augment", "hash")}
@@ -61,21 +60,21 @@ class Outline(Schema):
         )
         found = super().differences(other) | differences(one, two)
         if len(found) > 1:
-            found.pop("hash", None)  # which covers the others
+            found.pop("hash", None)  # the hash covers the others
         return found
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
-    """Return the names by which `place` finds clients: their numbers, where there are no names."""
+    """Return the clients' names for `place`; their numbers where there are no names."""
     return [str(j) for j in range(clients)] if names is None else names
 
 
 def place(client: int | str, names: Sequence[str]) -> int:
     """Return a client's number, given that number or the client's name.
 
-    A number is a place, counted from 0. So of clients called 1, 2 and 3, 0 is the first; 1 and 2
-    are refused, which are also other clients' names, and 3, at which there is none. Names that read
-    as numbers, `01` or `1.0`, are like 1 in this.
+    A number is a place, counted from 0. Among clients called 1, 2 and 3, 0 is the first. The
+    numbers 1 and 2 raise an error, as they are also names of other clients; so does 3, a place that
+    does not exist. Names such as `01` or `1.0` count as 1.
 
     Raises:
         TypeError: `client` is neither text nor a whole number.
@@ -113,7 +112,7 @@ def place(client: int | str, names: Sequence[str]) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _numbers(names: tuple[str, ...]) -> dict[float, tuple[str, ...]]:
-    """Return the names that read as numbers, by these."""
+    """Return the names that are numbers, by their value."""
     found: dict[float, tuple[str, ...]] = {}
     for name in filter(is_number, names):
         found[float(name)] = (*found.get(float(name), ()), name)

@@ -1,5 +1,5 @@
-"""Assignment of rows to clients: pure functions of labels and a generator, most of which return one
-array of rows per client.
+"""Assignment of rows to clients: pure functions of labels and a generator. Most return one array of
+rows per client.
 
 `labels` are [N] int64 throughout; the rows of a class of -1 are left out.
 """
@@ -27,7 +27,7 @@ def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) 
         Sorted points [pieces - 1] within [1, size - 1], all different.
 
     Raises:
-        ValueError: `size` is less than `pieces` times `smallest`, as NumPy says.
+        ValueError: `size` is less than `pieces` times `smallest`; NumPy raises it.
     """
     slack = size - pieces * (smallest - 1)
     points = np.sort(rng.choice(np.arange(1, slack), size=pieces - 1, replace=False))

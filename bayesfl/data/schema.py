@@ -1,5 +1,5 @@
-"""Schema of a federation's rows: their shapes, dtypes and names at training, to which new rows,
-labels and other data must therefore keep.
+"""Schema of a federation's rows: their shapes, dtypes and names at training, which new rows, labels
+and other data must share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ REMEDIES = {
     "transform": "give them the federation's function, as clients.transformed(function) does, or "
     "dataclasses.replace(split, transform=clients.train.transform)",
 }
-"""What to do where rows differ in a field."""
+"""Remedies for rows that differ in a field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
     """Describe the rows of a federation: as their owners have them, as a model receives them, and
-    what is predicted.
+    their targets.
 
     Args:
         tensors: Type and shape of one example of every tensor as it is stored, by the expression
@@ -50,9 +50,9 @@ class Schema:
         task: `classification` or `regression`.
         class_names: One name for each class; None for classes without names.
         columns: Names of the inputs' columns; None for inputs without names.
-        prepared: What makes the inputs of the columns of a frame; None for other inputs.
-        transform: What is done to inputs whenever they are read; None for nothing. Where it was
-            read from a file, its description alone, see `bayesfl.base.described`.
+        prepared: The columns that turn a frame into inputs; None for other inputs.
+        transform: Function applied to inputs whenever they are read; None for none. Read from a
+            file, its description alone, see `bayesfl.base.described`.
 
     Example:
         >>> schema = bf.data.iid("digits", clients=2).schema
@@ -76,7 +76,7 @@ class Schema:
         return cls(tensors=tensors, inputs=split.inputs, transform=split.transform, **about)
 
     def described(self) -> dict[str, Any]:
-        """Return what JSON can hold of it: of functions descriptions, not their code."""
+        """Return the schema as JSON can hold it, with descriptions of functions, not their code."""
         prepared = None if self.prepared is None else self.prepared.to_json()
         return {**vars(self), "prepared": prepared, "transform": described(self.transform)}
 
@@ -88,8 +88,8 @@ class Schema:
         return cls(**as_tuples(found) | functions | {"prepared": prepared})
 
     def differences(self, other: "Schema") -> dict[str, tuple[Any, Any]]:
-        """Return where the rows of another schema would be other ones to a model, with what stands
-        in this one and in the other; names count where both have them.
+        """Return the fields where the rows of another schema differ for a model, with both values;
+        names count where both have them.
         """
         one, two = (
             {
@@ -103,8 +103,8 @@ class Schema:
         return differences(one, two | {name: one[name] for name in unnamed})
 
     def refuse_other(self, what: str, other: "Schema") -> None:
-        """Raise ValueError if the rows of another schema would be other ones to a model; `what`
-        begins the message.
+        """Raise ValueError if the rows of another schema differ for a model; `what` begins the
+        message.
         """
         if different := self.differences(other):
             place, (then, _) = next(iter(different.items()))
@@ -115,12 +115,11 @@ class Schema:
             )
 
     def read_inputs(self, x: Any, *, dtype: torch.dtype, device: torch.device) -> ClientData:
-        """Return new rows as the split of a single client, which gives them as a model receives
-        them, on `device`, a piece at a time.
+        """Return new rows as the split of a single client, on `device`.
 
         Args:
             x: Rows as their owner has them: an array, a tensor, nested lists or a frame, or a tuple
-                or a mapping of these; or a frame as that of which the federation was made.
+                or a mapping of these; or a frame like that of the federation.
             dtype: The run's precision.
             device: The device.
 
@@ -128,8 +127,8 @@ class Schema:
             TypeError: Something is no array.
             KeyError: `x` lacks an input.
             ValueError: `x` has other columns, or tensors of another kind of numbers or another
-                shape, different numbers of rows or none, or numbers that are not finite; or what
-                the transform makes of it has another shape than `inputs`.
+                shape, different numbers of rows or none, or numbers that are not finite; or its
+                transform has another shape than `inputs`.
 
         Warns:
             UserWarning: Rows of a frame are unlike the training rows.
@@ -152,8 +151,8 @@ class Schema:
         """Return a tensor in the type of the training data's.
 
         Raises:
-            ValueError: It holds another kind of numbers, or some that this type has not; has
-                another shape; or holds NaN or infinities.
+            ValueError: It holds another kind of numbers, or numbers outside this type; has another
+                shape; or holds NaN or infinities.
         """
         kept, shape = self.tensors[name]
         if (kind := _kind(_told(t.dtype))) != _kind(kept):
@@ -186,8 +185,8 @@ class Schema:
         return own
 
     def read_labels(self, y: Any, rows: int) -> Tensor:
-        """Return what was observed for new rows: labels [N] int64, names of classes as their
-        numbers; or targets [N, O].
+        """Return the outcomes of new rows: labels [N] int64, names of classes as their numbers; or
+        targets [N, O].
 
         Args:
             y: Numbers or names of classes, or targets: an array, a tensor, a list or a column.
@@ -254,8 +253,6 @@ def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def _numerals(names: Sequence[str]) -> bool:
-    """Return whether a class is named by a number, or a truth value, which is not the place that it
-    has.
-    """
+    """Return whether the name of a class is a number, or a truth value, other than its place."""
     read = [{"false": "0", "true": "1"}.get(name.lower(), name) for name in names]
     return any(is_number(name) and float(name) != place for place, name in enumerate(read))

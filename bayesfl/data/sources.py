@@ -53,11 +53,11 @@ class Source:
         class_names: One name for each class; None for classes without names.
         superclasses: Classes grouped by meaning, in groups of one size; None for no groups.
         superclass_names: One name for each group.
-        owners: Place from which each row comes, [N] int64, an index into `owner_names`; None for
-            data of one place.
+        owners: Place of origin of each row, [N] int64, an index into `owner_names`; None for data
+            of one place.
         owner_names: One name for each place.
-        scale: Mean and standard deviation by which regression targets were standardised; None for
-            others.
+        scale: Mean and standard deviation of regression targets before they were standardised; None
+            for others.
 
     Raises:
         TypeError: `class_names` is no list.
@@ -189,8 +189,7 @@ INFO = {
 
 
 def available() -> dict[str, SourceInfo]:
-    """Return every data set that `load` and the recipes know, by name, with its licence and
-    citation.
+    """Return every data set of `load` and the recipes, by name, with its licence and citation.
 
     Example:
         >>> "digits" in bf.data.available()

@@ -30,7 +30,7 @@ Change: TypeAlias = Callable[[Any], Inputs]
 
 
 def all_finite(change: str, made: Inputs, given: Inputs) -> Inputs:
-    """Return inputs that a transform or an augmentation has made of those that it was given.
+    """Return the inputs that a transform or an augmentation returned, after a check.
 
     Raises:
         ValueError: They hold NaN or infinities.
@@ -79,11 +79,11 @@ class ClientData:
         environment: Environment from which each row comes, [N] int64, numbered from 0 within each
             client; None for data without environments.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
-        transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x /
-            255`; None for nothing.
-        augment: What is also done to them for a step of training, by plain torch code that may
-            draw, such as flips; None for nothing.
-        dtype: Precision in which floats are read; by default that of the first float in `x`,
+        transform: Function applied to inputs whenever they are read, row by row, such as
+            `lambda x: x / 255`; None for none.
+        augment: Function applied to them in steps of training, plain torch code that may draw, such
+            as flips; None for none.
+        dtype: Precision of floats when they are read; by default that of the first float in `x`,
             float32 where there is none or it is shorter.
 
     Raises:
@@ -162,7 +162,7 @@ class ClientData:
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which inputs are given out."""
+        """Return the device of the inputs that `take` returns."""
         return self.index.device
 
     @cached_property
@@ -207,7 +207,7 @@ class ClientData:
             ValueError: The transform gives another number of rows, or numbers that are not finite.
         """
         if self._ready is not None:
-            # The usual case, in which a step's batch is gathered by one call.
+            # The usual case: one call gathers a step's batch.
             return self._ready.index_select(0, rows)
         if self.transform is not None and not len(rows) and len(self.y):
             # A transform is given at least one row.
@@ -254,7 +254,7 @@ class ClientData:
         return replace(self, transform=None).take(rows) if raw else self.take(rows), self.y[rows]
 
     def alone(self, j: int) -> "ClientData":
-        """Return a split in which client j has its number and copies of its rows, and all other
+        """Return a split where client j has its number and copies of its rows, and all other
         clients have no examples.
         """
         rows, counts = self.rows(j), np.zeros_like(self.counts)
@@ -275,7 +275,7 @@ class ClientData:
         return replace(self, index=index, counts=self.counts[chosen])
 
     def only(self, ids: np.ndarray) -> "ClientData":
-        """Return a split in which the clients `ids`, ascending, have their examples, and all others
+        """Return a split where the clients `ids`, ascending, have their examples, and all others
         none.
         """
         counts = np.zeros_like(self.counts)

@@ -173,8 +173,8 @@ class Categorical:
         ) * log_probs.exp() - target
 
     def targets(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the weighted and smoothed labels t [..., B, O], by which `nll` is -sum_o t_o log
-        softmax(outputs)_o; onehot(y) if plain.
+        """Return the weighted and smoothed labels t [..., B, O]; `nll` is -sum_o t_o log
+        softmax(outputs)_o. They are onehot(y) if plain.
         """
         weights = _weight_of(self.weights, outputs, outputs.shape[-1])
         places = y.expand(outputs.shape[:-1]).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Alterations by which a module computes something else than its layers do one after another:
+"""Alterations of a module, which then computes something else than its layers one after another:
 hooks, replaced methods, shared parameters.
 """
 
@@ -14,11 +14,11 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNor
 
 
 def altered(module: nn.Module) -> list[str]:
-    """Name what rules for single layers would miss; empty if a stack computes what its layers do,
-    one after another.
+    """Name the alterations that rules for single layers would miss; empty if a stack computes its
+    layers one after another.
 
-    That are hooks, a `forward` replaced on an instance, parameters used in two places, and weights
-    or biases of layers that are no parameters.
+    Alterations are hooks, a `forward` replaced on an instance, parameters used in two places, and
+    weights or biases of layers that are no parameters.
     """
     out = [
         f"{type(part).__name__} {name!r} with {what}"
@@ -44,7 +44,7 @@ def cut(module: nn.Module) -> TypeGuard[SplitModel]:
 
 
 def _marks(module: nn.Module) -> Iterator[str]:
-    """Name what alters a module itself, its children left aside."""
+    """Name the alterations of a module itself, without its children."""
     if any(
         (
             module._forward_hooks,

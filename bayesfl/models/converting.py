@@ -12,8 +12,8 @@ from bayesfl.models.altered import altered
 from bayesfl.models.copies import duplicate
 
 LEAST, OF_VECTORS = 2, 16
-"""Least number of channels in a group, and in one that may see vectors: of one number alone nothing
-is left, and of two only the order.
+"""Smallest number of channels in a group, and in a group for vectors: normalising one number
+removes it, and normalising two leaves only their order.
 """
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -24,9 +24,9 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
     the module is not changed.
 
     A group norm looks at each example alone: there are no statistics to average, and every kernel
-    and every method takes the network. Weights, biases, `eps` and what is frozen stay. The
-    statistics are dropped, so a network that was trained with them computes something else and has
-    to be trained on. A norm has the largest number of groups that divides its channels and is at
+    and every method takes the network. Weights, biases, `eps` and frozen parameters stay. The
+    statistics are dropped, so a network that was trained with them computes something else and
+    needs more training. A norm has the largest number of groups that divides its channels and is at
     most `groups`, where a group has at least 2 channels, or all; and at least 16, or all, in the
     place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single pixel are vectors, too, in
     which small groups lose almost all information: give fewer `groups`. `nn.SyncBatchNorm`,

@@ -1,5 +1,5 @@
 """Copies of a user's module, which share the memory of its frozen parameters, and checks that the
-original is still what it was.
+original has not changed.
 """
 
 import copy
@@ -17,9 +17,7 @@ from bayesfl.base.described import held, layers
 from bayesfl.base.warning import warn
 
 COMPARED = 1000
-"""Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller
-one all.
-"""
+"""Maximum number of numbers of a tensor, evenly spaced, that are compared to detect a change."""
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -27,8 +25,8 @@ Value = TypeVar("Value")
 
 
 Mark: TypeAlias = tuple[int, Tensor]
-"""What shows whether a tensor was changed: how often it was in place, as torch counts, not by way
-of its `data`; and some of its numbers, as bytes.
+"""Evidence of a tensor's changes: torch's count of changes in place, which misses those of its
+`data`; and some of its numbers, as bytes.
 """
 
 
@@ -75,8 +73,8 @@ class PReLU(nn.PReLU):
 
 
 def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
-    """Return a deep copy of a module that holds nothing of the original's: functions that reach
-    into it are copied, too, such as hooks and lambdas that close over `self`.
+    """Return a deep copy of a module that shares nothing with the original: functions that reach
+    into it, such as hooks and lambdas that close over `self`, are copied, too.
 
     Args:
         module: The module.
@@ -112,8 +110,8 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
 
 
 def anew(value: Value) -> Value:
-    """Return a deep copy of a value, in which functions have their own copies of what they close
-    over, as counters; of a value that holds what cannot be copied so, functions stay as they are.
+    """Return a deep copy of a value, with functions whose closures, such as counters, are copied;
+    where a closure cannot be copied, functions stay as they are.
     """
 
     def due(one: Any) -> bool:
@@ -133,8 +131,8 @@ def _own(module: nn.Module) -> dict[int, Any]:
 
 
 def stand_ins(module: nn.Module) -> list[Any]:
-    """Return what a module holds in place of its own parts and tensors, which no copy can follow:
-    their ids, and other tensors in their memory.
+    """Return the ids of a module's parts, and other tensors in its memory, that it holds: a copy
+    would still refer to the original by them.
     """
     own = _own(module)
     places = {t.untyped_storage().data_ptr() for t in own.values() if isinstance(t, Tensor)} - {0}
@@ -151,8 +149,8 @@ def stand_ins(module: nn.Module) -> list[Any]:
 
 
 class _Twins(dict[int, Any]):
-    """The memo of a deep copy, with twins of what is due of what `copy.deepcopy` leaves as it is or
-    loses: functions and results.
+    """The memo of a deep copy, with copies of functions and results, which `copy.deepcopy` shares
+    or loses.
     """
 
     def __init__(self, root: Any, given: dict[int, Any], due: Callable[[Any], bool]) -> None:
@@ -160,7 +158,7 @@ class _Twins(dict[int, Any]):
         self._due = {id(one): one for one in _reached((root,)) if due(one)}
 
     def get(self, key: int, default: Any = None) -> Any:
-        """Return the twin of what has this id."""
+        """Return the copy of the object with this id."""
         if key not in self and key in self._due:
             self._make(self._due[key])
         return super().get(key, default)
@@ -185,9 +183,7 @@ class _Twins(dict[int, Any]):
 
 
 def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield objects and what they hold, as far as a deep copy goes, and further through what
-    functions close over.
-    """
+    """Yield objects and all that a deep copy of them reaches, and what functions close over."""
     seen, left = {}, [*roots]
     while left:
         one = left.pop()
@@ -210,7 +206,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 
 def holder(module: nn.Module, tensor: Tensor) -> str:
-    """Return where a module holds a tensor that is none of its own, for error messages."""
+    """Return where a module holds a tensor that is not its own, for error messages."""
     return _attribute(module, lambda value: any(one is tensor for one in _reached((value,))))
 
 
@@ -249,7 +245,7 @@ def copied(module: nn.Module) -> nn.Module:
     made = duplicate(module, shared)
     for part in made.modules():
         if isinstance(part, nn.TransformerEncoder):
-            # else torch puts 0 at masked places where no gradient is computed, and only there
+            # Otherwise torch puts 0 at masked places without gradients, and only there.
             part.use_nested_tensor = False
     differentiable(made)
     _ORIGINS[made] = _ORIGINS.get(module) or _Origin(
@@ -263,14 +259,14 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def originals(made: nn.Module) -> set[int]:
-    """Return the ids of the parameters of the user's module, of which `made` is a copy."""
+    """Return the ids of the parameters of the user's module from which `made` was copied."""
     origin = _ORIGINS.get(made)
     return {id(p()) for p in origin.parameters} if origin else set()
 
 
 def rescaled(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that torch rescales whenever they are read, as embeddings
-    with `max_norm` do.
+    """Return the names of the parameters that torch rescales whenever it reads them, as of
+    embeddings with `max_norm`.
     """
     return {
         f"{name}.{leaf}".removeprefix(".")
@@ -281,10 +277,10 @@ def rescaled(module: nn.Module) -> set[str]:
 
 
 def refuse_changed(made: nn.Module) -> None:
-    """Check that a copy by `copied` is as it was then: its layers, and its frozen parameters, which
-    share memory with the original's.
+    """Check that the layers and the frozen parameters of a copy by `copied` have not changed; these
+    parameters share memory with the original's.
 
-    Changes by way of `p.data` are noticed if one of the `COMPARED` numbers of a tensor changes.
+    A change of `p.data` is detected if one of the `COMPARED` numbers of a tensor changes.
 
     Raises:
         ValueError: A layer was given other options, or replaced; or a frozen parameter was changed
@@ -313,8 +309,8 @@ def refuse_changed(made: nn.Module) -> None:
 
 
 def check_original(made: nn.Module) -> None:
-    """Check that a copy by `copied` has not been left behind by its original: a method trains the
-    copy, whatever is done to the original.
+    """Check that the original of a copy by `copied` has not changed since: a method trains the
+    copy.
 
     A warning names weights of the original that have changed since.
 

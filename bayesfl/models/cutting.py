@@ -30,13 +30,13 @@ class SplitModel(nn.Module):
         self.head = head
 
     def forward(self, x: Any = None, /, *more: Any, **named: Any) -> Tensor:
-        """Compute outputs [B, O] of inputs [B, ...], all of which the body is given."""
+        """Compute outputs [B, O] of inputs [B, ...]; the body receives all of them."""
         return self.head(self.body(*(() if x is None else (x, *more)), **named))
 
 
 def has_body(module: nn.Module) -> bool:
-    """Return whether any parameter named `body.*` is trained; if not, the model is all head, as for
-    logistic regression.
+    """Return whether any parameter named `body.*` is trained; a model without one is all head, as
+    in logistic regression.
     """
     if not isinstance(module, nn.Module):  # refused elsewhere, with a remedy
         return True
@@ -79,7 +79,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
     if example is not None:
         before = _outputs(module, example)
         try:
-            # What comes after the head takes no inputs of the head.
+            # The steps after the head do not take inputs of the head.
             now = _outputs(cut, example)
         except (RuntimeError, ValueError, IndexError):
             now = None
@@ -97,7 +97,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
 
 def _after(module: nn.Module, head: str) -> list[str]:
     """Return the names of the modules that an `nn.Sequential` on the way to `head` runs after it,
-    those left out that do nothing.
+    without identities.
     """
     found, at = [], []
     for child in head.split("."):

@@ -16,7 +16,7 @@ from bayesfl.models.copies import copied
 STATISTICS = ("running_mean", "running_var")
 """Names of a norm's buffers that follow the batches."""
 HALF = (torch.float16, torch.bfloat16)
-"""Precisions in which no parameter is trained, but frozen layers may compute."""
+"""Precisions of frozen layers only; no parameter is trained in them."""
 
 _LOCK = threading.RLock()
 _COPIES: "weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[threading.Thread, nn.Module]]]" = (
@@ -29,9 +29,7 @@ _TWINS: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], bool
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the norms, by name, that follow the statistics of batches, which those in evaluation
-    mode do not.
-    """
+    """Return the norms in training mode, by name, that follow the statistics of batches."""
     kind = nn.modules.batchnorm._NormBase
     return {
         name: part
@@ -41,9 +39,7 @@ def norms(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def trainable(name: str, part: nn.Module) -> list[str]:
-    """Return the names, in the whole module, of the trainable parameters that its part `name` has
-    itself.
-    """
+    """Return the full names of the trainable parameters of a part itself."""
     return [
         f"{name}.{leaf}".removeprefix(".")
         for leaf, p in part.named_parameters(recurse=False)
@@ -62,11 +58,11 @@ def rate(part: nn.Module) -> float:
 
 
 def asleep(module: nn.Module) -> list[str]:
-    """Return the parts that training mode may change, by name, of a module of which no part is in
-    it, as `eval()` leaves it.
+    """Return the parts, by name, that training mode may change, of a module after `eval()`; empty
+    if a part is in training mode.
 
     They are norms with statistics, layers with draws, and modules of the user's own classes, whose
-    forward may ask for the mode.
+    forward may read the mode.
     """
     parts = {
         name: part
@@ -135,7 +131,7 @@ def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Modu
 
 
 def halved(module: nn.Module) -> list[nn.Module]:
-    """Return the layers in half precision of whose own parameters none is trained, but for norms
+    """Return the layers in half precision without trained parameters of their own, except norms
     with statistics.
     """
     layers = [(part, [*part.parameters(recurse=False)]) for part in module.modules()]
@@ -182,8 +178,8 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def twin(part: nn.Module) -> tuple[nn.Module, bool | None]:
-    """Return the module of which `own_copy` made a module or a part of one, and whether to train;
-    of another module itself and None.
+    """Return the origin of a module or a part that `own_copy` made, and whether it was made for
+    training; for another module itself and None.
     """
     origin, key = _TWINS.get(part, (None, None))
     return (origin and origin()) or part, key

@@ -46,8 +46,8 @@ def mlp(
         outputs: Number of outputs.
         hidden: Width of the hidden layer, or of each of several; () for none: a linear model that
             is all head, as for logistic regression.
-        start: Rule by which weights are drawn: `torch` for torch's default, or `xavier`, uniformly
-            by Glorot and Bengio's rule with biases of 0.
+        start: Distribution of the initial weights: `torch` for torch's default, or `xavier`, Glorot
+            and Bengio's uniform one with biases of 0.
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead; None not to.
         seed: Seed of the start.
 
@@ -303,8 +303,8 @@ def resnet18(
 
 
 class _Reader(nn.Module):
-    """A reader of text: L characters by number, [B, L] -> the state of its last LSTM layer after
-    the last character, [B, hidden].
+    """An LSTM for text: L characters by number, [B, L] -> the state of the last layer after the
+    last character, [B, hidden].
     """
 
     def __init__(self, characters: int, embedding: int, hidden: int, layers: int) -> None:

@@ -1,6 +1,4 @@
-"""Refusing models whose training a federation cannot repeat or exchange, and wrappers that hide the
-model.
-"""
+"""Errors for models whose training a federation cannot repeat or exchange."""
 
 from torch import nn
 
@@ -8,8 +6,8 @@ from bayesfl.models.modes import check_norms
 
 
 def refuse_impure(model: nn.Module) -> None:
-    """Raise ValueError, naming the module, if a run would leave out or undo what it does: hooks of
-    gradients, rows that are rescaled when they are read, statistics that nobody could average.
+    """Raise ValueError, naming the module, for features that a run would skip or undo: hooks of
+    gradients, rows that are rescaled when they are read, statistics that cannot be averaged.
     """
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):

@@ -13,22 +13,22 @@ BEYOND = re.compile(
     r"index out of range in self|is out of bounds for dimension|not in the valid range|Class "
     r"values must be"
 )
-"""What torch says of a number beyond the rows of an embedding, or of any table."""
+"""Torch's errors for a number beyond the rows of an embedding, or of any table."""
 BOOLEAN = re.compile(
     r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be "
     r"bool"
 )
-"""What torch says where a mask holds other numbers than truth values."""
+"""Torch's errors for a mask of other numbers than truth values."""
 TYPES = re.compile(
     r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported"
 )
-"""What torch says where the numbers of a layer's inputs are of another type than its weights."""
+"""Torch's errors for inputs of another type than a layer's weights."""
 
 
 @contextlib.contextmanager
 def explained(x: Inputs, *, every: bool = False) -> Iterator[None]:
-    """Enter a context in which a model's error about whole numbers of inputs `x`, beyond an
-    embedding's rows or in place of floats, or its `every` error, is a ValueError with its remedy.
+    """Enter a context that turns a model's errors into ValueError with a remedy: errors about whole
+    numbers in inputs `x`, beyond an embedding's rows or in place of floats, or `every` error.
     """
     try:
         yield
@@ -49,9 +49,7 @@ def _whole(x: Inputs) -> list[tuple[str, Tensor]]:
 
 
 def remedy(error: Exception, x: Inputs) -> str:
-    """Return what to do about an error of a model's forward on inputs `x`, by its kind and its
-    message.
-    """
+    """Return the remedy for an error of a model's forward on inputs `x`."""
     said = str(error)
     whole = _whole(x)
     numbers = [(name, t.long()) for name, t in whole if t.dtype != torch.bool and t.numel()]

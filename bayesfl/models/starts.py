@@ -29,7 +29,8 @@ def seeded(function: Callable[P, SplitModel]) -> Callable[P, SplitModel]:
         word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
         with Seeded(word), torch.device("cpu"):
             model = function(*args, **options)
-        if (head_scale := options.get("head_scale")) is not None:
+        head_scale: Any = options.get("head_scale")
+        if head_scale is not None:
             rng = generator(seed, Purpose.MODEL, index=_HEAD)
             with torch.no_grad():
                 for p in model.head.parameters():

@@ -34,9 +34,7 @@ class _Layer(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """A reader of text: T tokens by number, [B, T] -> what the last of them has gathered,
-    [B, d].
-    """
+    """An encoder of text: T tokens by number, [B, T] -> the features of the last one, [B, d]."""
 
     def __init__(
         self, length: int, tokens: int, d: int, layers: int, heads: int, dropout: float
@@ -75,21 +73,21 @@ def transformer(
     text. All texts have T tokens; there is no padding. Tokens and places have an embedding each,
     which are added; places are learned, as in one of the paper's variants. A layer has attention by
     `heads` heads and a network of 4 d ReLUs, both added to what they read, with a layer norm
-    *before* each and one after the last layer, by which plain SGD needs no warm-up.
+    *before* each and one after the last layer, so plain SGD needs no warm-up.
 
-    It is made of plain operations, so that every kernel, `torch.func` and curvature know it, and an
+    It consists of plain operations, so every kernel, `torch.func` and curvature support it, and an
     example's outputs do not depend on its batch. Dropout, in the places of the paper and of torch's
     own layer, is for training alone; with `dropout=0` every kernel and method take the network.
 
     Args:
         inputs: Number T of tokens of a text, or its shape (T,).
         outputs: Number of outputs O.
-        tokens: Number of different tokens; None for `outputs`, as of networks that predict the next
+        tokens: Number of different tokens; None for `outputs`, for networks that predict the next
             token.
         d: Width of a token, a multiple of `heads`.
         layers: Number of encoder layers.
         heads: Number of heads of each attention.
-        dropout: Share of what is dropped in training, in [0, 1).
+        dropout: Probability of dropping a unit in training, in [0, 1).
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
             default.
         seed: Seed of the start.

@@ -1,5 +1,5 @@
-"""One trial of a network: it is called on a few rows, in evaluation and in training; what its
-forward does besides giving each example its outputs is noted, or refused.
+"""One trial of a network: calls on a few rows, in evaluation and in training, that detect draws,
+state and dependence between rows.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _VIEWS = re.compile(
 
 
 class Trial(NamedTuple):
-    """Describe what a network was seen to do.
+    """Describe the result of a network's trial.
 
     Args:
         outputs: What it returns for the examples in evaluation mode.
@@ -53,19 +53,19 @@ _TRIALS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Trial]]" = weakref
 def tried(model: nn.Module, x: Inputs, like: Tensor) -> Trial:
     """Return the trial of a network, made once for examples of one form and number.
 
-    Of a network whose outputs are not floats with a row for each example, only these are returned.
-    Neither the network nor the examples are changed. Draws by other means than torch's operations
-    are noticed where outputs differ when the network is called again; the generators of NumPy and
-    Python, which other threads may use, are neither read nor set.
+    For a network whose outputs are not floats with a row for each example, it has only these
+    outputs. Neither the network nor the examples are changed. Draws by other means than torch's
+    operations are detected if a second call has other outputs; the generators of NumPy and Python,
+    which other threads may use, are neither read nor set.
 
     Args:
-        model: The network, in the modes in which it is trained.
+        model: The network, in the modes of its training.
         x: Inputs of N examples, on the CPU.
         like: A tensor in the precision of the run, on the CPU.
 
     Raises:
-        ValueError: The network does not take the inputs, or its forward does what no run could
-            repeat or what a run would leave out.
+        ValueError: The network does not take the inputs, or its forward does something that no run
+            could repeat or that a run would skip.
     """
     trials = _TRIALS.setdefault(model, {})
     key = (form(x), count(x))
@@ -86,9 +86,7 @@ def trials(model: nn.Module) -> list[Trial]:
 
 
 def draws_in_training(model: nn.Module) -> bool:
-    """Return whether a network draws random numbers in training: it was seen to, or has a layer
-    that does.
-    """
+    """Return whether a network draws random numbers in training, by its trials or its layers."""
     seen = trials(model)
     return any(trial.draws for trial in seen) if seen else _draws(model)
 
@@ -186,7 +184,7 @@ def _trained(module: nn.Module, x: Inputs, seen: Trial, trainable: Collection[st
     Args:
         module: The copy.
         x: Inputs of N examples.
-        seen: What was seen of it in evaluation mode.
+        seen: Its trial in evaluation mode.
         trainable: Names of the parameters that are not frozen.
     """
     leaves = {
@@ -223,9 +221,7 @@ def _trained(module: nn.Module, x: Inputs, seen: Trial, trainable: Collection[st
 
 
 def _go_back(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> None:
-    """Compute gradients, and refuse what has none, or draws where a part is called again for
-    them.
-    """
+    """Compute gradients; raise an error if there are none, or if the backward pass draws."""
     with Addressed(1) as drawing:
         try:
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
@@ -245,8 +241,8 @@ def _go_back(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> N
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, x: Inputs, *, train: bool = False) -> Iterator[Inputs]:
-    """Enter a context for calls of a module, which gives a copy of the inputs, and after which the
-    module's buffers are as they were.
+    """Enter a context for calls of a module, which yields a copy of the inputs and restores the
+    module's buffers afterwards.
 
     Raises:
         ValueError: The calls changed that copy, a parameter, a plain number that a part holds, or

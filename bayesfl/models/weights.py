@@ -1,5 +1,5 @@
 """A module at given weights: its outputs there, their gradients, and whether the module uses
-weights that cannot be given to it.
+weights that cannot be replaced.
 
 The weights are put into the module's own parameters while it runs forward, and again while autograd
 goes backward. So everything that reads a parameter reads the given one: an alias in a list, a hook,
@@ -28,9 +28,7 @@ _KNOWN: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictiona
 
 
 def _places(module: nn.Module) -> Places:
-    """Return the lock of whoever replaces the numbers of a module's tensors, and where it keeps
-    them, by name.
-    """
+    """Return the lock for replacing a module's tensors, and their places, by name."""
     if module not in _KNOWN:
         _KNOWN[module] = (
             threading.RLock(),
@@ -49,8 +47,8 @@ def _places(module: nn.Module) -> Places:
 def bound(
     module: nn.Module, leaves: Mapping[str, Tensor], live: Collection[str] = ()
 ) -> Iterator[dict[str, Tensor]]:
-    """Enter a context in which a module's parameters and buffers have the numbers of `leaves`,
-    whose memory they use, and give those named `live`, which then ask for gradients.
+    """Enter a context where a module's parameters and buffers use the numbers and the memory of
+    `leaves`, and yield those named `live`, which require gradients there.
 
     Args:
         module: The module. Other threads that enter the context wait.
@@ -95,8 +93,8 @@ def gradient_of(function: Callable[[Any], tuple[Tensor, Any]], tree: Any) -> tup
 
 
 def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
-    """Call a module with inputs at the parameters and buffers `leaves`; those that it lacks stay
-    the module's own.
+    """Call a module with inputs at the parameters and buffers `leaves`; all others stay the
+    module's own.
 
     Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
     """
@@ -121,7 +119,7 @@ class _Pulled(torch.autograd.Function):
     parameters receive first.
 
     A graph is the module, its weights in the forward, the names of those and the inputs that get
-    gradients, and the outputs, of which autograd's graph ends at the module's parameters.
+    gradients, and the outputs, whose autograd graph ends at the module's parameters.
     """
 
     @staticmethod
@@ -151,7 +149,7 @@ class _Pulled(torch.autograd.Function):
 
 
 def _taken(ends: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of tensors, which have none then."""
+    """Return the gradients of tensors, and remove them."""
     found = [t.grad for t in ends]
     for t in ends:
         t.grad = None
@@ -159,8 +157,8 @@ def _taken(ends: list[Tensor]) -> list[Tensor | None]:
 
 
 def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
-    """Call a module inside torch.func, whose tensors no parameter can hold: they stand in the
-    parameters' places for the time.
+    """Call a module inside torch.func, with tensors that no parameter can hold in the parameters'
+    places.
     """
     lock, places = _places(module)
     with lock:
@@ -178,7 +176,7 @@ def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Input
 
 
 class _Standing(TorchFunctionMode):
-    """Gives torch's functions other tensors in place of those with these ids, as a list holds."""
+    """Replaces tensors by their ids in calls of torch's functions, such as tensors in a list."""
 
     def __init__(self, given: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -216,8 +214,8 @@ def strangers(module: nn.Module, x: Inputs) -> tuple[list[Any], list[tuple[Tenso
 
 
 def refuse_unseen(module: nn.Module, x: Inputs) -> None:
-    """Refuse a module whose outputs depend on weights that cannot be given to it: their curvature
-    and their gradients would be 0 without a word.
+    """Refuse a module whose outputs depend on weights that cannot be replaced: their curvature and
+    their gradients would silently be 0.
 
     Raises:
         ValueError: The outputs at `x` depend on another tensor that requires gradients than the
@@ -233,7 +231,7 @@ def refuse_unseen(module: nn.Module, x: Inputs) -> None:
 
 
 def _sources(outputs: Any) -> list[Tensor]:
-    """Return the tensors that a result's gradient would go to."""
+    """Return the tensors that would receive a result's gradient."""
     found, seen, left = [], set(), [getattr(outputs, "grad_fn", None)]
     while left:
         step = left.pop()

@@ -1,8 +1,8 @@
-"""Looks before a run: whether a method, its model, its likelihood and the data fit together.
+"""Checks before a run: whether a method, its model, its likelihood and the data fit together.
 
-What is refused here would give wrong numbers without a word, or fail in mid-run with an error that
-names none of these. That a model mixes rows, as norms in training mode do, is seen by
-`models.trial`; which norms a pool can gather, by `composition.buffers`.
+Without these checks a run would silently give wrong numbers, or fail later with an unclear error.
+`models.trial` detects models that mix rows, as norms in training mode do; `composition.buffers`
+detects norms that a pool cannot gather.
 """
 
 from bayesfl.composition.algorithm import Algorithm
@@ -21,8 +21,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             the likelihood's slope is not its derivative. The message names the remedy.
 
     Warns:
-        UserWarning: The model is in evaluation mode, or ends in a softmax or a sigmoid; something
-            is learnt in vain, or not at all; or targets are far from standardised.
+        UserWarning: The model is in evaluation mode, or ends in a softmax or a sigmoid; or
+            something is learnt in vain, or not at all.
     """
     refuse_changed(algorithm.model)
     check_original(algorithm.model)

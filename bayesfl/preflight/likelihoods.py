@@ -1,6 +1,4 @@
-"""Looks at a likelihood: that it fits the data, and that its slope is its
-derivative.
-"""
+"""Check of a likelihood: its slope is its derivative."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Looks at a method: that what it trains is sent or kept, and that it trains the whole model."""
+"""Checks of a method: trained parameters are sent or kept, and the whole model is trained."""
 
 import torch
 
@@ -56,7 +56,7 @@ def warn_of_losses(algorithm: Algorithm) -> None:
 
 
 def lost(algorithm: Algorithm) -> list[str]:
-    """Name what a method learns in vain: trained tensors that nobody keeps; or that it learns
+    """Return warnings about trained tensors that nobody keeps, or about a method that learns
     nothing.
     """
     if not algorithm.phases:

@@ -1,6 +1,4 @@
-"""Looks at a model: that it takes the data, gives each example its own outputs, and has not been
-changed.
-"""
+"""Checks of a model: it takes the data, and gives each example its own outputs."""
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """Any Pyro model over sites whose rows may not be pooled.
 
-What sites share is found by sums over sites; what is a site's own stays there. See
-`bayesfl.stats.density.posterior` for how.
+Sums over sites determine the shared parameters; a site's own parameters stay there. See
+`bayesfl.stats.density.posterior` for the method.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,8 +87,8 @@ def fit(
     Args:
         model: The model: a function of rows, or a `PyroModule`. Its statements may not depend on
             values, discrete parameters are summed out, and plates have no subsample.
-        sites: {site: what the model is called with: a tuple of arguments, a mapping of named ones,
-            or one}; or sites on other machines, whose apps make them by `densities`.
+        sites: {site: the model's arguments: a tuple, a mapping of named ones, or a single one}; or
+            sites on other machines, whose apps make them by `densities`.
         shared: Names of the parameters that sites share; the others are each site's own.
         draws: Number K of draws of the shared parameters, each a number that every site answers.
         exact: As of `bayesfl.stats.posterior`.

@@ -1,7 +1,7 @@
-"""What is read of a Pyro model: its parameters, and its log density at a site's rows.
+"""A Pyro model's parameters, and its log density at a site's rows.
 
-Pyro's handlers are one list for the whole process, so that a model is traced under a lock; the
-parameter store is left as it was.
+Pyro's handlers are one list for the whole process, so a model is traced under a lock; the parameter
+store does not change.
 """
 
 import copy
@@ -26,7 +26,7 @@ from bayesfl.stats.density.plain import groups_of, in_double
 
 _LOCK = threading.RLock()
 MIDDLE = 15
-"""Number of draws of the prior, at whose median the search begins."""
+"""Number of draws of the prior; the search begins at their median."""
 
 
 def _doubled(msg: Any) -> None:
@@ -41,8 +41,8 @@ class Program:
     Args:
         model: The model.
         site: The site's name.
-        args: What the model is called with.
-        options: The same, by name.
+        args: The model's arguments.
+        options: Its named arguments.
     """
 
     model: Callable[..., Any]

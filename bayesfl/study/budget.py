@@ -23,7 +23,7 @@ from bayesfl.engine.plan import passes
 ROUNDS = 200
 """Number of rounds for the mean of a drawn number of passes."""
 BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
-"""What a client computes and sends in a round, as it is recorded, and decimals to show."""
+"""Recorded quantities of a training client in a round, and the decimals to show."""
 
 
 def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> float:
@@ -125,7 +125,7 @@ def length(phase: Phase | Repeat) -> str:
 
 
 def _strange(algorithm: Algorithm) -> list[Phase]:
-    """Return the phases of kinds whose gradients are not known."""
+    """Return the phases that are neither `Descend`, `Repeat` nor `Once`."""
     known = (Descend, Repeat, Once)
     return [
         phase

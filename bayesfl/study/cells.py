@@ -1,9 +1,9 @@
-"""Cells: one run of a study, its address, and the file that holds what is kept of it.
+"""Cells: one run of a study, its address, and the file of its record.
 
-A cell's address is the identity that a saved run of it has: the method with all its options and its
-network, the start of its weights, the data by their hash, the seed and the settings. What they are
-called, and the code that makes them, does not count. The file has the address as its name. A cell
-trains only from the data and the weights that its address names.
+A cell's address is the identity of its saved run: the method with all its options and its network,
+the initial weights, the data by their hash, the seed and the settings. Names in the study, and the
+code that makes the parts, do not count. The file's name is the address. A cell trains only with the
+data and the initial weights of its address.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -45,20 +46,22 @@ _BUILDING = threading.RLock()
 
 @dataclass(frozen=True)
 class Record:
-    """Hold what is kept of one run.
+    """Hold the record of one run.
 
     Args:
         address: The address of its cell.
         method: The method's name in the study that ran it.
         options: The options that this study set, in words.
         seed: The seed.
-        recipe: What else it is made of, see `bayesfl.study.settings.recipe`.
+        recipe: Its other parts, see `bayesfl.study.settings.recipe`.
         data: SHA-256 of the data, see `FederatedData.hash`.
         history: The measures of every evaluated round.
         clients: Every measure of test data by client, {measure: [J]}, after the last round; None
             where it was not computed.
-        budget: `steps`, `epochs`, `bytes_up` and `bytes_down` of a client in a round in which it
-            trains, means over clients and rounds.
+        often: Accuracy on test data of always answering each client's most frequent training class,
+            mean over clients; None where it is not known.
+        budget: `steps`, `epochs`, `bytes_up` and `bytes_down` of a training client in a round,
+            means over clients and rounds.
         settings: The settings of the run, in words.
         scaled: How its phases were scaled to a study's `steps`, in words.
         seconds: Seconds that the run took.
@@ -76,6 +79,7 @@ class Record:
     data: str = ""
     history: History = field(default_factory=History)
     clients: Mapping[str, list[Any]] | None = None
+    often: float | None = None
     budget: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     scaled: str = ""
@@ -118,7 +122,7 @@ class Cell:
         model: (data) -> the network, or (data, seed=) -> the network.
         settings: Arguments of `bf.simulate`, `rounds` among them.
         told: Description of those settings that change numbers.
-        recipe: What its runs are made of, whatever the seed.
+        recipe: The parts of its runs, without the seed.
         steps: Number of gradient steps of a client in a round; None for the method's own.
     """
 
@@ -149,8 +153,8 @@ class Cell:
         return with_steps(made, self.steps, clients.outline.counts, seed=self.seed)
 
     def address(self, clients: FederatedData, model: nn.Module) -> str:
-        """Return the address of the cell: digests of what is asked, whatever the seed, of that and
-        the seed, of the rows, and of the start.
+        """Return the address of the cell: digests of the method, settings and functions; of these
+        with the seed and the data; of the rows; and of the initial weights.
 
         Raises:
             ValueError: A function of the method, of the data or of the settings has neither a name
@@ -176,7 +180,7 @@ class Cell:
             address: The cell's address.
             keep: Whether to save the whole result.
             workers: Number of threads where the settings name no engine; None for all cores.
-            every: Rounds between checkpoints, from which an interrupted cell goes on; None for no
+            every: Rounds between checkpoints, so that an interrupted cell can go on; None for no
                 checkpoints.
 
         Raises:
@@ -277,9 +281,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def finished(file: Path, *, keep: bool) -> bool:
-    """Return whether a file holds a run that need not be made again: it went through, and was kept
-    if it is to be, or it diverged, as it would again. One that cannot be read, or whose whole run
-    was deleted, must.
+    """Return whether a file holds a finished run: one that succeeded, with its whole result if
+    `keep`, or one that diverged, as it would again.
     """
     record = record_of(file) if not keep or file.with_suffix("").exists() else None
     if record is None or record.error is None:
@@ -316,10 +319,15 @@ def recorded(result: Result) -> Record:
     gathered = sum(row["cohort"] for row in history)
     trained = len(history) * outline.clients if result.settings.train == "all" else gathered
     shares = {"bytes_up": gathered, "bytes_down": trained}
+    known = result.known
+    often = None
+    if isinstance(known, FederatedData) and "test" in known.splits:
+        often = known.most_frequent("test")
     return Record(
         recipe=recipe_of(result),
         data=outline.hash,
         history=history,
+        often=None if often is None else float(np.nanmean(often)),
         budget={
             "steps": gradient_steps(result.algorithm, outline.counts, seed=seed),
             "epochs": epochs(result.algorithm, outline.counts, seed=seed),
@@ -344,7 +352,7 @@ def by_client(result: Result) -> dict[str, list[Any]] | None:
 
 
 def _memory() -> float | None:
-    """Return the largest memory of this process so far, in MiB; None where it is not told."""
+    """Return the largest memory of this process so far, in MiB; None if it is not available."""
     try:
         import resource
     except ImportError:  # on Windows

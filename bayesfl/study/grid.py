@@ -1,5 +1,5 @@
-"""The grid of options that a study chooses among: which method has which, all combinations, and
-where one lies on the edge.
+"""The grid of options of a study: the options of each method, all combinations, and values on the
+edge of a grid.
 """
 
 import inspect
@@ -19,7 +19,7 @@ Grid: TypeAlias = Mapping[str, Sequence[Any]]
 """{option: the values among which it is chosen}."""
 
 EVERY = "*"
-"""The name under which options stand that go to every method that has them."""
+"""The name for options of every method that has them."""
 
 
 def grids(

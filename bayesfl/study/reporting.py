@@ -19,7 +19,6 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
         path: The file.
         study: Its table, with one choice of options a method.
     """
-    summary = study.summary()
     drawn = picture(plots.study(study).figure, "every method's measure, a dot for each seed")
     notes = study._choices()._repr_html_() + study._remarks()._repr_html_()
     seeds = len({row.seed for row in study.rows})
@@ -29,7 +28,7 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
         else "<p>Of test data. One seed gives no standard error.</p>"
     )
     parts = [
-        Section("Methods", means + summary._repr_html_() + drawn),
+        Section("Methods", means + study._means()._repr_html_() + drawn),
         *[Section("Options and notes", notes)] * bool(notes),
         *_curves(study),
         *_clients(study),

@@ -63,11 +63,11 @@ def in_words(run: Result) -> dict[str, str]:
 
 
 def recipe(**parts: Any) -> dict[str, str]:
-    """Return by name what runs are made of beside their seed, so that two that differ have another
-    text: plain values as they are, others by a name and a digest of their description.
+    """Return the parts of runs besides their seed, by name, with another text for every other part:
+    plain values as they are, others by a name and a digest of their description.
 
     Args:
-        **parts: The parts, of which a `partial` is its function and its arguments.
+        **parts: The parts; a `partial` counts as its function and its arguments.
     """
     found = {}
     for name, part in parts.items():
@@ -84,7 +84,7 @@ def recipe(**parts: Any) -> dict[str, str]:
 
 
 def recipe_of(run: Result) -> dict[str, str]:
-    """Return of what a finished run was made beside its seed, its rows and its network."""
+    """Return the parts of a finished run besides its seed, its rows and its network."""
     made, settings = run.algorithm.made, asdict(run.settings)
     return recipe(
         clients=run.known.outline.clients,
@@ -94,14 +94,14 @@ def recipe_of(run: Result) -> dict[str, str]:
 
 
 class Labelled(NamedTuple):
-    """Hold what a run's label is made of.
+    """Hold the parts of a run's label.
 
     Args:
         name: Name of its method.
-        recipe: What it is made of beside its seed, in words by name.
+        recipe: Its other parts besides the seed, in words by name.
         choice: The options that were chosen for it.
-        asked: Digest of what was asked, whatever the seed.
-        seed: Its seed, of which there should be one run.
+        asked: Digest of the method, settings and functions, without the seed.
+        seed: Its seed; each seed should have one run.
         alone: Text that distinguishes it from others of its seed, if there are more.
     """
 
@@ -114,8 +114,8 @@ class Labelled(NamedTuple):
 
 
 def labels(runs: Sequence[Labelled]) -> list[str]:
-    """Return a name for each run: that of its method, and in what it differs from other runs of the
-    name. Runs of one name then differ in their options or their seed alone.
+    """Return a name for each run: that of its method, with its differences from other runs of the
+    name. Runs of one label differ in their options or their seed alone.
     """
     ones: dict[str, list[Mapping[str, str]]] = {}
     for run in runs:
@@ -146,8 +146,8 @@ def labels(runs: Sequence[Labelled]) -> list[str]:
 
 
 def value_in_words(value: Any, rounds: int) -> str:
-    """Return an option's value in words: of an optimiser its rate, and what is not as by default;
-    of a schedule its first, last and mean rate.
+    """Return an option's value in words: for an optimiser its rate and the options that differ from
+    their defaults; for a schedule its first, last and mean rate.
     """
     if not hasattr(value, "rate"):
         return value if isinstance(value, str) else ADDRESS.sub("", repr(value))

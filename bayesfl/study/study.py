@@ -1,9 +1,9 @@
 """Studies: several methods, each with a grid of options, over several seeds, in one call.
 
-A study is a value; its runs are cells, which are independent of each other. An engine of others
-runs them: joblib, on this machine or on a cluster that is chosen by `joblib.parallel_config`, or
-any `concurrent.futures.Executor`. What is finished is on disk and is read, so that a study that was
-interrupted, or has got another method, goes on.
+A study is a value; its runs are cells, which are independent of each other. joblib runs them, on
+this machine or on a cluster chosen by `joblib.parallel_config`, or any
+`concurrent.futures.Executor`. Finished cells are read from disk, so a study continues after an
+interruption or with one more method.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Study:
         **settings: Any,
     ) -> None:
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
-            raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
+            raise ValueError(f"{own[0]} belongs to a single cell; a study has a folder and seeds")
         for name, given in {**methods, "model": model, "data": data}.items():
             if isinstance(given, nn.Module) or not callable(given):
                 raise ValueError(
@@ -146,7 +146,7 @@ class Study:
         every: Count | None = None,
         progress: bool | None = None,
     ) -> Table:
-        """Run what is not finished, and return the table of all cells.
+        """Run the cells that are not finished, and return the table of all cells.
 
         A cell's record is written when it is done, under a temporary name first. A cell that raises
         an error keeps it in its record, and the others go on; the next call tries it again, unless
@@ -159,13 +159,13 @@ class Study:
         Args:
             folder: The folder of the records, which every process must see.
             n_jobs: Number of cells at a time, as of `joblib.Parallel`; None for one, or for as many
-                as `joblib.parallel_config` says, by which also its backend is chosen.
+                as in `joblib.parallel_config`, which also chooses the backend.
             executor: An executor that runs the cells instead, such as
                 `concurrent.futures.ProcessPoolExecutor`, Dask's `client.get_executor()`, or those
                 of mpi4py and submitit.
-            keep: `result` to save every run beside its record, from which `Table.result` loads it.
-            every: Rounds between checkpoints of a cell, from which one that was interrupted goes
-                on; None for none, so that such a cell begins anew.
+            keep: `result` to save every run beside its record, so that `Table.result` can load it.
+            every: Rounds between checkpoints of a cell, so that an interrupted one can go on; None
+                for none: such a cell begins anew.
             progress: Whether to show a progress bar, with the time left; None shows one on a
                 terminal, and in a notebook with ipywidgets.
 
@@ -202,7 +202,7 @@ class Study:
         return self._table(inside, places)
 
     def main(self, folder: str | PathLike[str], *, keep: Literal["result"] | None = None) -> None:
-        """Run the study as the script that ends in this line, by the arguments of its command.
+        """Run the study as a script, by the arguments of its command; the script ends in this call.
 
         Without arguments all cells are run and the table is printed; `--jobs N` runs N at a time.
         `--cell INDEX`, from 0, runs one, for the array jobs of a cluster.

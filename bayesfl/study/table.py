@@ -1,5 +1,5 @@
 """The table of a study: options chosen by validation data, means over seeds with their errors,
-paired differences, and what of the methods' training differs.
+paired differences, and differences in the methods' training.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ INCOMPLETE = (
     "Some methods or options lack seeds that others have, as while a study runs: means, and "
     "choices of options, are over different seeds."
 )
-"""What is said of a folder in which some runs are missing."""
+"""Note for a folder that lacks some runs."""
 UNCOVERED = (
     "under ClientPrivacy no options are chosen, as exact measures of the clients' validation data "
     "are not covered by its epsilon; give one value of each option"
 )
 """The reason why a private study does not choose."""
 LOSSES = ("validation_nll", "validation_pinball")
-"""Measures by which options are chosen by default: the first that the cells have."""
+"""Default measures for choosing options: the first that the cells have."""
 
 
 class Estimate(NamedTuple):
@@ -107,8 +107,8 @@ class Row:
     load: Callable[[], Result] | None
 
     def measures(self, at: Literal["last", "best"], by: str | None) -> dict[str, Any]:
-        """Return the row of the history that counts: the last that was evaluated, or that in which
-        the column `by` is best; empty where none was.
+        """Return the row of the history that counts: the last evaluated one, or the one with the
+        best value of `by`; empty if no row was evaluated.
         """
         history = self.record.history
         rows = [row for row in history if any(key.startswith("personal_") for key in row)]
@@ -133,9 +133,9 @@ class Table:
         rows: The runs.
         grid: The options that each method was tried with.
         rounds: Number of rounds.
-        notes: What a reader has to know, one sentence each.
+        notes: Notes for readers, one sentence each.
         at: The round that counts, see `chosen`.
-        by: The measure by which options, and the best round, were chosen; None where none were.
+        by: The measure that chose options, and the best round; None if nothing was chosen.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -246,8 +246,8 @@ class Table:
         """Return the table with one choice of options for each method: that with the best mean of a
         validation measure over all seeds.
 
-        Options with a run that failed are not chosen. A method of whose options none went through
-        has no rows. It is never chosen on test data.
+        Options with a failed run are not chosen. A method without successful options has no rows.
+        Test data never choose.
 
         Args:
             measure: A column of the history that begins with `validation_`; None for
@@ -256,8 +256,8 @@ class Table:
                 run the `best` by the validation measure.
 
         Raises:
-            ValueError: The data have no validation split, no run went through, or `measure` is of
-                other data or of a kind of which the best is not known.
+            ValueError: The data have no validation split, no run succeeded, or `measure` is of
+                other data or has no known best direction.
         """
         by = self._judge(measure)
         kept: list[Row] = []
@@ -308,7 +308,7 @@ class Table:
         differences seed by seed, on the same data.
 
         Args:
-            reference: The method from which the others differ.
+            reference: The method that the others are compared with.
             columns: As in `summary`.
 
         Raises:
@@ -418,7 +418,7 @@ class Table:
         return list(found.values())
 
     def _judge(self, measure: str | None) -> str:
-        """Return the validation measure by which is chosen."""
+        """Return the validation measure that chooses."""
         self._refuse_failed()
         there = list(dict.fromkeys(c for row in self.rows for c in row.record.history.columns))
         private = "epsilon" in there  # which covers no measure of the clients
@@ -462,7 +462,7 @@ class Table:
         return list(columns)
 
     def _alike(self, column: Column) -> list[str]:
-        """Return the methods that are not told apart from that with the best mean of a column."""
+        """Return the methods that do not differ significantly from the best mean of a column."""
         from scipy import stats
 
         means = {method: of[column.key].mean for method, of in self.summary([column.key]).items()}
@@ -485,15 +485,29 @@ class Table:
     def _written(self, form: Callable[[Sheet], str]) -> str:
         try:
             table = self._settled()
-            summary = table.summary()
+            means = table._means()
         except ValueError as error:  # which `print` should show, not raise
             return f"{self!r}\n{error}"
-        sheets = (summary.sheet(), table._budgets(), table._choices(), table._remarks())
+        sheets = (means, table._budgets(), table._choices(), table._remarks())
         return "\n\n".join(told for told in map(form, sheets) if told)
 
+    def _means(self) -> Sheet:
+        """Return the table of means, with the accuracy of always answering the most frequent class
+        where methods have one.
+        """
+        runs = dict(self.summary().runs)
+        often = {
+            (row.seed, row.record.data): row.record.often
+            for row in self.rows
+            if row.record.often is not None
+        }
+        if often and any("personal_accuracy" in of for of in runs.values()):
+            runs["most frequent class"] = {"personal_accuracy": [*often.values()]}
+        return report.table(runs)
+
     def _budgets(self) -> Sheet:
-        """Return the table of what a client computes and sends in a round in which it trains, and
-        of the settings in which methods differ.
+        """Return the table of a training client's steps and bytes in a round, and of the settings
+        that differ between methods.
         """
         done: dict[str, list[Record]] = {}
         for row in self.rows:
@@ -526,7 +540,7 @@ class Table:
         return Sheet({"per training client and round": list(told), **columns})
 
     def _choices(self) -> Sheet:
-        """Say which options were chosen, and where one lies on the edge of its grid."""
+        """Return the chosen options, with a note for values on the edge of a grid."""
         lines = []
         for row in {row.method: row for row in self.rows}.values():
             grid = self.grid.get(row.method, {})
@@ -549,7 +563,7 @@ class Table:
         return Sheet({}, "", tuple(told))
 
     def _epsilons(self) -> list[str]:
-        """Return in words what the runs of each method tell of a client under `ClientPrivacy`."""
+        """Return the privacy loss of each method's runs under `ClientPrivacy`, in words."""
         spent = {
             method: [
                 row.record.history["epsilon"][-1]
@@ -566,7 +580,7 @@ class Table:
         ]
 
     def _failures(self) -> list[str]:
-        """Say how many runs of each method failed, with the first error of each kind."""
+        """Return the number of failed runs of each method, with the first error of each kind."""
         told = []
         for method in self.methods:
             mine = [row.record.error for row in self.rows if row.method == method]
@@ -591,8 +605,8 @@ def _error(error: Mapping[str, str]) -> str:
 
 
 def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
-    """Compare finished runs in a table: means over seeds, paired differences, and the budgets and
-    settings in which they differ.
+    """Compare finished runs in a table: means over seeds, paired differences, and differing budgets
+    and settings.
 
     Nothing is marked as the best: the measures are of test data, on which no method is chosen.
     Defaults are those of each method's paper, so two methods may differ in steps, batches, rates
@@ -643,8 +657,8 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
 
 
 def read(folder: str | os.PathLike[str]) -> Table:
-    """Return the table of all runs of which a folder holds records, those of a study in progress
-    too, without the code that made them.
+    """Return the table of all runs with a record in a folder, also of a study in progress, without
+    the code that made them.
 
     Methods have the names, and options the words, of the study that ran them.
 

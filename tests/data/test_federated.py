@@ -368,3 +368,14 @@ def test_the_hash_knows_what_is_done_to_inputs():
     assert {one.rows_hash for one in made} == {made[-1].outline.rows} == {data.hash}
     assert (data.outline.transform, data.outline.augment) == (None, None)
     assert made[6].outline.augment["name"].endswith("turned")
+
+
+def test_always_answering_the_most_frequent_class():
+    """Of a client's training rows; a client without test rows has no accuracy."""
+    y = [[0, 1, 1, 1, 0], [2, 2, 0], [0, 1]]
+    test = [[1, 1, 0], [0, 2], []]
+    xs, tests = ([np.zeros((len(own), 1)) for own in part] for part in (y, test))
+    labels = [np.array(own, dtype=np.int64) for own in test]
+    data = from_arrays(xs, [np.array(own) for own in y], test=(tests, labels))
+    np.testing.assert_array_equal(data.most_frequent("test"), [2 / 3, 1 / 2, np.nan])
+    assert bf.data.diabetes(clients=2).most_frequent("test") is None

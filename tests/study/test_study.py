@@ -249,7 +249,7 @@ def test_data_that_fail_for_a_seed_leave_the_others(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"checkpoint": "x"}, "checkpoint is a matter of each cell's"),
+        ({"checkpoint": "x"}, "checkpoint belongs to a single cell"),
         ({"options": {"FedAvg": {"epochs": 5}}}, r"options\['FedAvg'\]\['epochs'\] must be a list"),
         ({"model": nn.Linear(2, 2)}, "model must be a function"),
         ({"methods": {"A": bf.algorithms.fedavg(nn.Linear(2, 2))}}, "A must be a function"),

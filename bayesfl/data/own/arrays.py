@@ -21,7 +21,7 @@ from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.frames import check_columns, check_rows, names_of
 
 FEW_VALUES = 20
-"""Maximum number of different whole numbers, given as floats, that may be classes or targets."""
+"""Float targets with at most this many distinct whole numbers are ambiguous: classes or numbers?"""
 
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
@@ -56,8 +56,8 @@ def from_arrays(
     inputs gets a tuple of arrays, or a mapping of arrays by the names of its forward's arguments,
     in place of each array of inputs.
 
-    Numbers stay what they are: whole numbers are not made floats, as tokens and stored images need
-    it; give `x.astype("float32")` where they are quantities. Only float64 and the columns of frames
+    Numbers keep their type: tokens and stored images stay whole numbers, so pass
+    `x.astype("float32")` where they are quantities. Only float64 and the columns of frames
     become float32, and uint16, uint32 and uint64 int64. Standardise inputs first, or by
     `data.transformed`.
 
@@ -91,9 +91,8 @@ def from_arrays(
         source: Name, licence and citation of the data.
         environments: Environment (instrument, day, site) from which each row of the training data
             comes, in the form of `y`: whole numbers from 0 within each client, no gaps. Environment
-            0 of one client is unrelated to that of another. They serve methods that learn what
-            holds in all of them; if every client is one environment, call `as_environments()` on
-            the data instead.
+            0 of one client is unrelated to that of another. Invariant methods use them; if every
+            client is one environment, call `as_environments()` on the data instead.
         seed: Seed of the splits.
 
     Raises:
@@ -192,10 +191,10 @@ def _parts(
 
 
 def _task_of(targets: Sequence[Tensor]) -> Task:
-    """Return the task by the type of the clients' targets.
+    """Return the task for the type of the clients' targets.
 
     Raises:
-        ValueError: It may be either.
+        ValueError: Both tasks are possible.
     """
     floats = [y.is_floating_point() for y in targets if len(y)]
     if len(set(floats)) > 1:

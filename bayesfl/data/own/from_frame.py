@@ -1,5 +1,5 @@
-"""Federations of data frames: rows are split first, and what is learnt of columns comes from
-training rows alone.
+"""Federations of data frames: rows are split first, and columns are learnt from training rows
+alone.
 """
 
 import hashlib
@@ -49,30 +49,29 @@ def from_frame(
 
     Rows are split first. Means, standard deviations and levels are then learnt from the training
     rows alone, without validation and calibration rows. Numbers are standardised; a missing number
-    becomes the mean, and an indicator column says so. A level that no training row has, and a
+    becomes the mean, and an indicator column marks it. A level that no training row has, and a
     missing one, is 0 in all columns of its category. Hospitals that may not pool rows get the same
     columns from `frame_statistics` and `Columns.of`.
 
     All columns but `client`, `target` and `group` are inputs; drop others first. Numbers and truth
     values are numbers, text is a category. In all text, surrounding and double blanks are removed
     and Unicode is composed (NFC); blank text is missing. A table on the page about your own data
-    says what becomes of each kind of column.
+    lists every kind of column.
 
     Args:
         frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
             is read by pyarrow.
-        client: Name of the column that says whose a row is.
+        client: Name of the column with the client of each row.
         target: Name of the column to predict, or of several numbers: whole numbers, truth values
             and text are classes, floats are numbers.
-        group: Name of a column, such as a patient's id, whose rows never stand in two splits, also
-            where clients share it and on other machines with the same seed, as its name and the
-            seed choose the split; None for rows that are independent.
+        group: Name of a column, such as a patient's id; rows of one group are always in one split,
+            also across clients and machines, because the group's name and the seed determine it.
+            None for independent rows.
         categories: Names of columns of numbers that are codes of categories.
-        columns: Columns that were learnt elsewhere, as on a node of a network; None to learn them
-            here.
+        columns: Columns learnt elsewhere, for a node of a network; None to learn them here.
         test_share: Share of each client's rows for the test, stratified by class, at least one row,
-            drawn by the client's name from its rows in their order; with `group` the share that a
-            group is drawn with, so that a client with few groups may have none.
+            drawn by the client's name from its rows in their order; with `group` the probability
+            of a group, so that a client with few groups may have none.
         validation: Share of each client's training rows for tuning; 0 for no such split.
         calibration: The same for temperatures and conformal thresholds.
         outputs: Number of classes or targets; None for those found.
@@ -83,8 +82,8 @@ def from_frame(
         seed: Seed of the splits.
 
     Returns:
-        The federation, and its columns, which it also holds as `data.prepared`: a client's model
-        applies them to frames.
+        The federation, and its columns, also available as `data.prepared`: a client's model applies
+        them to frames.
 
     Raises:
         ImportError: A frame of another library than pandas needs pyarrow.
@@ -161,14 +160,14 @@ def frame_statistics(
     class_names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return statistics of the training rows of a frame's clients, from which `Columns.of` learns
-    columns without seeing rows.
+    """Return statistics of the training rows of a frame's clients, for `Columns.of`, which learns
+    columns without rows.
 
     For each client and column these are the number of rows and of missing values, and the mean and
-    the sum of squared deviations, or the levels. They can be written as JSON. Levels are named,
-    also one that a single patient has: rename such levels first.
+    the sum of squared deviations, or the levels. They can be written as JSON. They contain the name
+    of every level, even if a single patient has it: rename such levels first.
 
-    The options are those of `from_frame`, and must be the same there for the same training rows.
+    The options are those of `from_frame`; the same values give the same training rows.
 
     Args:
         frame: The frame of one client or several.
@@ -242,13 +241,13 @@ def _opened(
 
 @dataclass(frozen=True)
 class _Targets:
-    """Hold what is to be predicted.
+    """Hold the targets.
 
     Args:
         y: Numbers of classes [N], or targets [N] or [N, O].
         names: Names of the classes, in the order of their numbers; None where none are known.
         text: Whether the column holds these names as text.
-        ordered: Whether the names have an order that was given, and not the alphabet's.
+        ordered: Whether the names have an order of their own, and not the alphabet's.
     """
 
     y: np.ndarray
@@ -317,13 +316,13 @@ def _split(
 
 
 def _address(name: Any) -> int:
-    """Return a number that stands for a name on every machine."""
+    """Return a number for a name, the same on every machine."""
     return int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:4])
 
 
 def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
     """Return the split of each row, [N] text: drawn for each client by its name, stratified by
-    class, a row in each split at least, but for the last where there are too few.
+    class, at least one row in each split except the last if there are too few.
     """
     of = np.full(len(ids), "train", dtype=object)
     labels = y if y.ndim == 1 and y.dtype.kind == "i" else None
@@ -342,8 +341,8 @@ def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: i
 def _by_group(
     ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], seed: int
 ) -> np.ndarray:
-    """Return the split of each row, [N] text, which is its group's by a number that its name gives
-    on every machine.
+    """Return the split of each row, [N] text: that of its group, by a number computed from the
+    group's name.
     """
     chosen = {}
     for name in dict.fromkeys(groups.tolist()):
@@ -370,8 +369,8 @@ def _statistics(
     names: Sequence[str],
     categories: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what other machines must know of the classes and of each client's training rows, as
-    JSON can hold it.
+    """Return the statistics of the classes and of each client's training rows that other machines
+    need, as values that JSON can hold.
     """
     parts = np.split(_rows(data, "train"), np.cumsum(data.train.counts)[:-1])
     clients = dict(zip(data.client_names, parts, strict=True))

@@ -14,7 +14,7 @@ from bayesfl.base.warning import noted
 from bayesfl.data.own.joined import Rows
 
 AGAIN = 8
-"""Items of a data set that are read twice, to see whether it draws."""
+"""Number of items that are read twice, to detect random draws."""
 
 
 def items(
@@ -34,7 +34,7 @@ def items(
 
     Raises:
         ValueError: An item is no pair or gives other numbers when it is read again; pairs have
-            different shapes. Every error in an item is given a note that says in which.
+            different shapes. A note on every error names the item.
     """
 
     def row_of(i: int) -> Rows:

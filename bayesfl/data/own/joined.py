@@ -11,7 +11,7 @@ from bayesfl.base.inputs import WIDE
 from bayesfl.base.targets import IGNORE
 
 Rows = dict[str, Tensor]
-"""Some rows of a data set: what is in each column, [b, ...]."""
+"""Some rows of a data set: the values of each column, [b, ...]."""
 
 
 def joined(sets: Iterable[Iterable[Rows]], *, target: str, mask: str | None) -> Rows:
@@ -46,7 +46,7 @@ def joined(sets: Iterable[Iterable[Rows]], *, target: str, mask: str | None) -> 
 
 
 def _of_one_type(name: str, parts: list[Tensor]) -> list[Tensor]:
-    """Return the parts of a column, of which an empty list has no type of its own.
+    """Return the parts of a column in one type; empty parts have no type of their own.
 
     Raises:
         ValueError: They hold numbers of several types.
@@ -73,8 +73,8 @@ def ragged(
         Their names, and the length of every row.
 
     Raises:
-        ValueError: Rows have other shapes that are no lengths of lists, or lists of one row
-            have different lengths.
+        ValueError: Rows differ in shape and are no lists, or lists of one row have different
+            lengths.
     """
     found = [key for key, own in shapes.items() if len(set(own)) > 1]
     if wrong := [
@@ -96,8 +96,8 @@ def ragged(
 
 
 def as_kept(t: Tensor) -> Tensor:
-    """Return numbers in the type in which they are kept: floats that NumPy or inputs lack in 32
-    bits, numbers of `WIDE` types as int64.
+    """Return numbers in the type of stored data: float64 and bfloat16 as float32, numbers of `WIDE`
+    types as int64.
     """
     return (
         t.float()

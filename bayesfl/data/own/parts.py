@@ -16,7 +16,7 @@ from bayesfl.data.mapped import mapped
 from bayesfl.data.names import places_of
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
-"""Texts that stand for a missing client id, as `astype(str)` makes them."""
+"""Texts that `astype(str)` makes of a missing client id."""
 
 
 class Part(NamedTuple):
@@ -27,7 +27,7 @@ class Part(NamedTuple):
             all in the order of its file.
         ys: Labels or targets of each client, in the order of its rows.
         rows: Rows in `x` of each client.
-        given: Rows of each client in the order in which all were given.
+        given: Rows of each client in the original order.
     """
 
     x: Inputs
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 def per_client(x: Sequence[Any], y: Any, train: Part | None = None) -> Part:
-    """Join lists of one thing per client; an error names the first client that does not fit.
+    """Join lists with one entry for each client; an error names the first client that does not fit.
 
     Args:
         x: Inputs of each client.
@@ -182,15 +182,15 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
 
 
 def _read_as(t: Tensor) -> str:
-    """Say in what type numbers are read."""
+    """Return the type in which numbers are read."""
     return (
         "a float" if t.is_floating_point() else "torch.int64" if t.dtype in WIDE else str(t.dtype)
     )
 
 
 def _missing(owner: Any) -> bool:
-    """Return whether a client id is none: None, NaN or a missing value of pandas, or what these
-    become as text.
+    """Return whether a client id is missing: None, NaN, a missing value of pandas, or one of these
+    as text.
     """
     return (
         owner is None

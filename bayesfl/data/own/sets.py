@@ -35,16 +35,15 @@ def from_datasets(
     `features` have these names.
 
     Lists whose lengths differ between rows, as texts are, are filled up with 0 to the longest of
-    all clients, and labels [T] with -100. Then an input `mask`, bool, is added that says which
-    places are the row's own, unless the rows have one of that name.
+    all clients, and labels [T] with -100. Then an input `mask`, bool, marks the row's own places,
+    unless the rows have one of that name.
 
     Args:
         datasets: One data set for each client.
-        inputs: Name of the column that is the input, or of several, by which the model is called,
+        inputs: Name of the input's column, or names of several for a model that is called as
             `model(**x)`; None for pairs.
         target: Name of the column to predict, with `inputs`.
-        mask: Name of the input that says which places of filled-up lists are none, by the name of
-            the model's argument.
+        mask: Name of the added input: the model's argument for the mask of filled-up lists.
         test: Test data sets, one for each client; None takes a share of each client's examples.
         **options: Those of `from_arrays` but `client_ids`.
 

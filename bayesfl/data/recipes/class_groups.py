@@ -38,11 +38,11 @@ def dominant_classes(
     of classes is even and at least six: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6}, {6, 7, 8}, {8, 9,
     0}, as in the paper.
 
-    Each class's rows, of the training and of the test part, are a shuffled queue from which clients
-    take one after another; it starts again at its end. Clients may therefore share examples, though
-    none has one twice: `recipe["shared"]` has the numbers of training and test rows that belong to
-    several clients. If training rows do, a validation or calibration part is refused, since other
-    clients would train on it.
+    Each class's rows, of the training and of the test part, form a shuffled queue. Clients take
+    rows from it one after another, and it starts again at its end. So clients may share examples,
+    but none has one twice: `recipe["shared"]` has the numbers of training and test rows that belong
+    to several clients. If training rows do, a validation or calibration part raises an error, since
+    other clients would train on it.
 
     Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and
     300, Fashion-MNIST 600 and 600; EMNIST 1,000 and 600 with digits, capitals and small letters as
@@ -56,9 +56,9 @@ def dominant_classes(
             above.
 
     Raises:
-        ValueError: There are more clients than training rows, a client is to get more rows of a
-            class than there are, or a validation or calibration part is asked for while clients
-            share training rows.
+        ValueError: There are more clients than training rows, a client would get more rows of a
+            class than there are, or clients would share training rows beside a validation or
+            calibration part.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier

@@ -1,5 +1,5 @@
-"""Coloured images: their colour agrees with the label to a different degree in every environment,
-their shape always in the same way.
+"""Coloured images: the colour agrees with the label to a different degree in every environment, the
+shape to the same degree in all.
 """
 
 import math
@@ -59,7 +59,7 @@ def coloured(
     makes it.
     * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`:
     RC-MNIST, by the values in its folder's name.
-    * `rotate=False`: the same without a mark by which a network could tell clients apart.
+    * `rotate=False`: the same without the rotation, from which a network could recognise clients.
     * `coloured("mnist", agreement=((0.8, 0.9),), rotate=False, test=10_000)`: IRM's coloured MNIST,
     on one machine.
 

@@ -1,6 +1,4 @@
-"""Image data sets: reading from every layout in which they are stored, their usual standardisation,
-and its inverse.
-"""
+"""Image data sets: reading, the usual standardisation, and its inverse."""
 
 import logging
 import string
@@ -150,8 +148,8 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
 
     Args:
         source: The source.
-        why: What needs them within [0, 1], the start of the error message.
-        otherwise: What else the user can do, the end of the error message.
+        why: Start of the error message: the reason for the range.
+        otherwise: End of the error message: another remedy.
 
     Raises:
         ValueError: The inputs are no floats, or lie outside [0, 1].

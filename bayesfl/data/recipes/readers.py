@@ -195,8 +195,7 @@ _OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)
 
 
 def speeches(text: str) -> dict[str, str]:
-    """Return the words of each role, {"play, speaker": text}, roles in the order in which they
-    first speak.
+    """Return the words of each role, {"play, speaker": text}, in the order of their first speech.
 
     Args:
         text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab

@@ -1,6 +1,6 @@
 """Recipes: one call makes a federation from the name of a data set, as papers do.
 
-This module holds what they have in common: their options, and the steps that several need. Recipes
+This module holds their common options, and the steps that several need. Recipes
 of equal parts, of label skew and of concept shift keep the data's own division into training and
 test rows, all but `label_groups`; all recipes share one copy of the data between clients. The same
 arguments give the same partition on every machine; two federations are the same if their
@@ -59,7 +59,7 @@ MaxSize: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int,
     AT_LEAST_0,
-    "Seed of all that is drawn: the partition, any rows left out, and the two shares below.",
+    "Seed of all draws: the partition, rows left out, and the two shares below.",
 ]
 Validation: TypeAlias = Annotated[
     float,
@@ -71,7 +71,7 @@ Calibration: TypeAlias = Annotated[
 ]
 Root: TypeAlias = Annotated[
     str | Path | None,
-    "Folder of the data's files; None for the one in which `bayesfl.data.load` looks.",
+    "Folder of the data's files; None for the default of `bayesfl.data.load`.",
 ]
 Download: TypeAlias = Annotated[bool, "Whether torchvision may download images that are absent."]
 
@@ -114,8 +114,8 @@ class Options:
     `max_size`.
 
     Args:
-        recipe: What is written of the call in the data: the recipe's name, its own options and what
-            it found; source, shares and seed are added.
+        recipe: Record of the call: the recipe's name, its own options and what it found; source,
+            shares and seed are added.
     """
 
     source: SourceName = "digits"
@@ -240,8 +240,8 @@ def recipe(
     """Make a recipe of a function that divides a data set: its users give a source, the options
     that all recipes share and its own, and the function gets these as `Options`.
 
-    The last parameter of the function, `**_: Unpack[Cut]` or `**_: Unpack[Read]`, says which of the
-    shared options there are. The recipe is `declared`, so that unknown options are refused and
+    The last parameter of the function, `**_: Unpack[Cut]` or `**_: Unpack[Read]`, names the shared
+    options that it has. The recipe is `declared`: it raises an error for unknown options, and
     `help` shows all.
 
     Args:
@@ -285,9 +285,7 @@ def recipe(
 
 
 def check_clients(clients: int, most: int, what: str) -> None:
-    """Raise ValueError if there are more clients than `most`; the message says that there are so
-    many of `what`.
-    """
+    """Raise ValueError if there are more clients than `most`, the number of `what`."""
     if clients > most:
         raise ValueError(
             f"clients must be at most {most}, as many as there are {what}, got {clients}"

@@ -51,7 +51,7 @@ def linear_mixture(
             the authors' sizes; the validation and calibration shares use the seed too.
 
     Raises:
-        ValueError: `alpha` is so small that its draws underflow, as NumPy says.
+        ValueError: `alpha` is so small that its draws underflow; NumPy raises it.
 
     References:
         Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of

@@ -16,9 +16,9 @@ def torchvision() -> ModuleType:
     The package index has torchvision for CUDA only. Beside a torch without CUDA its compiled
     operators do not load, and `import torchvision` stops with "operator torchvision::nms does not
     exist", because it attaches rules of shapes to two of them; so do libraries that import it, such
-    as peft. Here the two are declared first. Networks, transforms and data sets then work, and what
-    needs a compiled operator, `torchvision.ops.nms` for instance, says so when it is called. Where
-    the plain import works, nothing else is done.
+    as peft. This function declares the two first. Networks, transforms and data sets then work; a
+    compiled operator, such as `torchvision.ops.nms`, raises an error when it is called. Where the
+    plain import works, the function does nothing else.
 
     Raises:
         ImportError: torchvision is not installed.

@@ -1,6 +1,4 @@
-"""Columns of a data frame as inputs of a network: what is learnt of training rows, and how it is
-applied to any rows.
-"""
+"""Columns of a data frame as inputs of a network: learnt from training rows, applied to all."""
 
 import json
 import math
@@ -19,11 +17,10 @@ from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
 STRANGE = 0.2
-"""Share of rows with unknown levels from which on a warning names them."""
+"""Smallest share of rows with unknown levels that causes a warning."""
 SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
-"""Standard deviations from the training rows' mean at which a warning names a row, and at which it
-names the median of several rows; the least number of several rows, of which a warning also says
-that all lack a value.
+"""Distances from the training rows' mean, in standard deviations, above which a row, and the median
+of several rows, cause a warning; and the smallest number of several rows.
 """
 
 
@@ -33,11 +30,10 @@ class Number:
 
     Args:
         name: The column's name.
-        mean: Mean of the training rows that have a value, which stands where one is missing.
-        scale: Standard deviation of the training rows with the mean in place of what is missing; 1
-            for a constant.
-        flagged: Whether an indicator of missing values stands beside it, as where training rows
-            lack some.
+        mean: Mean of the training rows that have a value; it replaces missing values.
+        scale: Standard deviation of the training rows, missing values replaced; 1 for a constant.
+        flagged: Whether the column has an indicator of missing values, because training rows lack
+            some.
     """
 
     name: str
@@ -117,8 +113,8 @@ class Columns:
                 infinite.
 
         Warns:
-            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit,
-                levels that these had not, or no value in any row.
+            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit, new
+                levels, or no value in any row.
         """
         x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
         if strange:
@@ -127,7 +123,7 @@ class Columns:
         return x
 
     def applied(self, table: Table) -> tuple[np.ndarray, dict[str, str]]:
-        """Return inputs as `apply` does, and by column what rows have that training rows had not.
+        """Return inputs as `apply` does, and by column how rows differ from the training rows.
 
         Args:
             table: The frame.
@@ -235,8 +231,8 @@ class Columns:
 
     @classmethod
     def of(cls, statistics: Sequence[Mapping[str, Any]]) -> "Columns":
-        """Learn columns of the statistics of several clients, which `frame_statistics` makes; no
-        rows are needed.
+        """Learn columns from the statistics of several clients, which `frame_statistics` returns,
+        without their rows.
 
         Means and deviations are those of all training rows together, by sums of each client's:
         Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American
@@ -299,16 +295,16 @@ class Columns:
 
 
 def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
-    """Say what is far from the training rows; '' if nothing is.
+    """Return a warning about rows far from the training rows; '' for none.
 
     Args:
-        away: How many standard deviations each row is from the training rows' mean, [n].
+        away: Each row's distance from the training rows' mean, in standard deviations, [n].
         part: The column.
         numbers: The rows' numbers, [n].
     """
     size = np.abs(away)
     if 0 <= part.mean <= 1:
-        # A rare yes, coded as 1, is far from a mean near 0 and no slip.
+        # A rare yes, coded as 1, is far from a mean near 0, and correct.
         size = np.where((numbers == 0) | (numbers == 1), 0, size)
     known = (
         f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
@@ -375,14 +371,14 @@ def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
 def statistics_of(
     table: Table, clients: Mapping[str, np.ndarray], names: Sequence[str], categories: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return what `Columns.of` needs of clients' training rows: counts, means, sums of squares and
-    levels, as JSON can hold them.
+    """Return the statistics of clients' training rows for `Columns.of`: counts, means, sums of
+    squares and levels, as values that JSON can hold.
 
     Args:
         table: The frame.
         clients: The training rows of each client, [n_j], by its name.
         names: The columns that are inputs.
-        categories: Those of them that are categories though they may hold numbers.
+        categories: Those among them that are categories, even if they hold numbers.
 
     Raises:
         ValueError: A column holds neither numbers nor text, or infinite numbers, or numbers as
@@ -420,7 +416,7 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
         return {**about, "kind": "category", "levels": texts}
     known = _numbers(values)[~missing]
     mean = float(known.mean()) if len(known) else 0.0
-    if len(known) and known.min() == known.max():  # of which the mean may differ by rounding
+    if len(known) and known.min() == known.max():  # the mean may differ by rounding
         return {**about, "kind": "number", "mean": float(known[0]), "squares": 0.0}
     return {
         **about,

@@ -10,25 +10,27 @@ import numpy as np
 from bayesfl.data.names import places_of
 
 UNITS, KNOWN_ROWS = 5.0, 20
-"""Number of standard deviations of the other clients' rows from which on a client's mean is as in
-another unit, and the least number of these rows.
+"""Smallest distance of a client's mean from that of the other clients that suggests another unit,
+in standard deviations of their rows; and the smallest number of these rows.
 """
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names as text, of many the first five and their number."""
+    """Return the first five names as text, and the number of the others."""
     return f"{list(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def of_levels(what: str, levels: Sequence[str]) -> list[str]:
-    """Tell of levels, or classes, that differ by case alone."""
+    """Return a warning about levels, or classes, that differ by case alone."""
     alike = places_of(level.casefold() for level in levels).values()
     twins = [levels[k] for places in alike if len(places) > 1 for k in places]
     return [f"{what} differ by case alone, and are kept apart: {few(twins)}"] if twins else []
 
 
 def of_units(statistics: Mapping[str, Any]) -> list[str]:
-    """Tell of clients whose mean of a column is far from all others', as in another unit."""
+    """Return warnings about clients whose mean of a column is far from all others', as in another
+    unit.
+    """
     found: dict[str, dict[str, np.ndarray]] = {}
     for client, columns in statistics.items():
         for column in columns:

@@ -6,13 +6,13 @@ from typing import Any
 
 def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
     """Check that all frames have the columns of the first one, in its order; arrays, and frames
-    without names, are not looked at.
+    without names, are not checked.
 
     Args:
         name: Name of the argument, `x` or `y`.
         train: Values of the training, pooled or one for each client.
         test: Values of the test, in the same form; None for none.
-        pooled: Which form it is.
+        pooled: Whether the values are pooled.
 
     Raises:
         ValueError: A frame has other columns, or the same in another order; the message names them.

@@ -1,5 +1,5 @@
-"""Columns of data frames, of pandas or of anything that speaks Arrow's capsule interface, as plain
-arrays with what is missing.
+"""Columns of data frames, of pandas or of any library with Arrow's capsule interface, as plain
+arrays with their missing values.
 """
 
 import re
@@ -29,7 +29,7 @@ class Values:
         exact: The same numbers [N] without rounding, None where one is missing, if their type holds
             whole numbers alone; None else.
         order: Levels of a category in the order that its type gives them; None without an order.
-        declared: Whether the type says that it is a category.
+        declared: Whether the column's type is a category.
     """
 
     name: str
@@ -140,8 +140,8 @@ def _finite(values: Values) -> Values:
 
 
 def _declared(values: Values, order: Any) -> Values:
-    """Return a column whose type says that it is a category as text, with its levels in their order
-    where they have one.
+    """Return a column of a category's type as text, with its levels in their order where they have
+    one.
     """
     texts = values.levels() if values.texts is None else values.texts
     named = None
@@ -171,8 +171,8 @@ def pandas_of(frame: Any) -> Any:
 
 
 def is_frame(value: object) -> bool:
-    """Return whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
-    interface; one column is none.
+    """Return whether a value is a data frame, of pandas or of a library with Arrow's capsule
+    interface; a single column is not.
     """
     return (hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")) and (
         hasattr(value, "columns") or hasattr(value, "column_names")

@@ -28,12 +28,12 @@ OTHER = (
 )
 """Patterns of texts that stand for something else, and what to do about a column of them."""
 MOST_LEVELS = 100
-"""Most levels of a category: of more, nearly each row is a level of its own."""
+"""Maximum number of levels of a category: with more, nearly each row has its own."""
 
 
 def tidied(text: str) -> str | None:
     """Return a text in Unicode's composed form, without blanks around it and with single ones
-    inside; None for blanks alone. What no reader sees makes no other level, client or class.
+    inside; None for blanks alone. So texts that look the same are one level, client or class.
     """
     return " ".join(unicodedata.normalize("NFC", text).split()) or None
 
@@ -56,12 +56,12 @@ def check_levels(name: str, levels: Sequence[str]) -> None:
 
 
 def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
-    """Check that texts are no numbers, nor dates, which would become a column or a class each.
+    """Check that texts are neither numbers nor dates: each would become a column or a class.
 
     Args:
         name: The column's name.
-        texts: The texts that occur, each once.
-        otherwise: What to do if they are meant as text, for the error message.
+        texts: The different texts.
+        otherwise: Remedy in the error message if they are meant as text.
 
     Raises:
         ValueError: At least half of them are numbers, or most are numbers with commas, or dates.
@@ -71,7 +71,7 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
 
 
 def _other_than_text(texts: Sequence[str]) -> str:
-    """Say what texts are instead, and the remedy; '' if they are text."""
+    """Return what texts are instead, with the remedy; '' if they are text."""
     numbers = [text for text in texts if is_number(text)]
     if numbers and 2 * len(numbers) >= len(texts):
         beside = [text for text in texts if text not in numbers]
@@ -88,7 +88,7 @@ def _other_than_text(texts: Sequence[str]) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number's."""
+    """Return whether a text is a number."""
     try:
         float(text)
     except ValueError:

@@ -270,7 +270,9 @@ class Result(Run):
 
         Returns:
             Columns `train_rows`, `test_rows` and so on, the client's rows in each split. For
-            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; for numbers
+            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`, and
+            `most_frequent`, the accuracy of always answering the client's most frequent training
+            class; for numbers
             `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90` and `width_90`, the mean width of
             90% intervals; for intervals `rmse`, `pinball`, `coverage`, `width` and
             `interval_score`; and the measures of steps of calibration, such as `coverage` and
@@ -287,6 +289,8 @@ class Result(Run):
         columns = {f"{name}_rows": part.counts for name, part in self.data.splits.items()} | {
             name: values for name, values in measured.items() if name not in ("client", "examples")
         }
+        if (often := self.data.most_frequent(split)) is not None:
+            columns["most_frequent"] = often
         return pd.DataFrame(columns, index=pd.Index(self.known.client_names, name="client"))
 
     def local_predictions(
