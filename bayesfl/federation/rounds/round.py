@@ -233,12 +233,13 @@ def known_of(rules: Rules, history: History) -> dict[str, np.ndarray]:
     """Return what the server knows of clients for a user's rule of sampling, [J] each, except their
     numbers of rows, see `bayesfl.federation.settings.Sampling`; empty without such a rule.
     """
-    if not callable(rules.aggregation.settings.sampling):
+    run = rules.aggregation
+    if not callable(run.settings.sampling):
         return {}
-    start = {"round": np.zeros(rules.clients)} | {
-        name: np.full(rules.clients, np.nan)
-        for name in rules.algorithm.reports
-        if rules.aggregation.settings.aggregation == OPEN
+    start = {"round": np.zeros(run.clients)} | {
+        name: np.full(run.clients, np.nan)
+        for name in run.algorithm.reports
+        if run.settings.aggregation == OPEN
         and rules.declared.get(name, [None])[0] == ()
     }
     last = history.recorded.get(history[-1]["round"], {}) if history.rows else {}
