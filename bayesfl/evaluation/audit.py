@@ -36,7 +36,7 @@ others.
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Audit(Shown):
     """Report coverage and accuracy of each client, label or group, with exact intervals.
 
@@ -81,12 +81,6 @@ class Audit(Shown):
     examples: int | None = None
     left_out: int = 0
     pooled_ece: float | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: "
-            f"{list(self.below)})"
-        )
 
     @property
     def coverage(self) -> np.ndarray | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.numerics import levelled
-from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.metrics.clients import Segments, check_shapes
 from bayesfl.evaluation.metrics.scores import area
 
 
@@ -93,8 +93,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
     inside, outside, inside_mask, outside_mask = (
         torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask)
     )
-    _check(inside=inside, inside_mask=inside_mask)
-    _check(outside=outside, outside_mask=outside_mask)
+    check_shapes(inside[..., None], inside_mask)
+    check_shapes(outside[..., None], outside_mask)
     mask = torch.cat([inside_mask, outside_mask], 1)
     clients, scores = Segments(mask.sum(1)), torch.cat([inside, outside], 1)[mask]
     is_outside = (torch.arange(mask.shape[1]) >= inside.shape[1]).expand_as(mask)[mask]
@@ -154,34 +154,17 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
         ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.33, 0.25])
     """
     score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
-    _check(score=score, right=right)
-    _check(score=score, mask=mask)
+    check_shapes(score[..., None], mask, right=right)
     if bool((score.isnan() & mask).any()):
         raise ValueError(
             "score is NaN where mask is True: the run diverged, or it is the epistemic part of a "
             "plug-in, which has none"
         )
     _, group, count = levelled(score[mask]).unique(return_inverse=True, return_counts=True)
-    wrong = (~right[mask]).double()
+    wrong = 1 - right[mask].double()
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong)
     before, start = (total.cumsum(0) - total for total in (errors, count))
     places = torch.arange(1, len(group) + 1)
     of = torch.repeat_interleave(torch.arange(len(count)), count)  # the group at each place
     risk = (before[of] + errors[of] * (places - start[of]) / count[of]) / places
     return RiskCoverage(places.numpy() / max(len(risk), 1), risk.numpy())
-
-
-def _check(**rows: Tensor) -> None:
-    """Check that all have one entry for each row, and that the last is bool."""
-    shapes = {name: list(t.shape) for name, t in rows.items()}
-    if any(len(shape) != 2 or shape != next(iter(shapes.values())) for shape in shapes.values()):
-        raise ValueError(
-            f"{', '.join(shapes)} must be [J, N], one number for each example; got {shapes}; of "
-            "several labels of each example take predictions.places()"
-        )
-    name, mask = list(rows.items())[-1]
-    if mask.dtype != torch.bool:
-        raise ValueError(
-            f"{name} must be bool, got {mask.dtype}; use {name}.bool(), or for whether predictions "
-            "are right probs.argmax(-1) == labels"
-        )

@@ -91,8 +91,7 @@ class Predictions:
         hidden = ("mask", "labels", *["epistemic"] * none)
         shown = {name: t.shape for name, t in self.tensors.items() if name not in hidden}
         tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shown.items())
-        drawn = "" if none else "; averaged over draws or a closed form"
-        return f"Predictions({many}; {tensors}{drawn})"
+        return f"Predictions({many}; {tensors})"
 
     @property
     def tensors(self) -> Tensors:

@@ -29,8 +29,10 @@ CONVERGED = 2e-16
 """Newton's steps end where g^2 <= CONVERGED n h: what is left to gain is far below the rounding of
 n examples' losses.
 """
-TEMPERATURES = 61
-"""Temperatures tried before the best is refined; each is 10 % above the one before."""
+GRID = torch.linspace(math.log(COLDEST), math.log(HOTTEST), 61, dtype=torch.float64)
+"""Logarithms of the temperatures that are tried before the best is refined; each temperature is
+10 % above the one before.
+"""
 _STEPS = 48
 _ENOUGH = 1e-13
 """Largest change of log T at which Newton's steps, or halvings, for a client's own
@@ -161,10 +163,7 @@ class Temperature:
             return {"temperature": pooled.clone()}
         logits, labels, clients = local.labelled
         logits = logits - logits.amax(-1, keepdim=True)
-        grid = torch.linspace(
-            math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
-        )
-        scored = Tempered(logits.T.contiguous(), labels, clients, grid)
+        scored = Tempered(logits.T.contiguous(), labels, clients, GRID)
         own = scored.minimise(
             pooled.log(), self.strength * state["information"].expand(len(pooled))
         )
@@ -210,10 +209,9 @@ def temperature(logits: Tensor, y: Tensor) -> float:
             "which no temperature changes: of votes take (probs + 1e-3).log()"
         )
     logits = logits.clamp_min(-1e300)  # of probability 0; its product with 0 is 0
-    grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)
     clients = Segments(torch.tensor([len(y)]))
-    log_t = Tempered(logits.T.contiguous(), y, clients, grid).minimise(none, none)
+    log_t = Tempered(logits.T.contiguous(), y, clients, GRID).minimise(none, none)
     found = float(log_t.exp().clamp(COLDEST, HOTTEST))
     if not COLDEST * 1.001 < found < HOTTEST / 1.001:
         warn(

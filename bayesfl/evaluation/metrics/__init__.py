@@ -18,7 +18,6 @@ from bayesfl.evaluation.metrics.regression import (
     coverage,
     crps,
     gaussian_nll,
-    pit_histogram,
     rmse,
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
@@ -39,7 +38,6 @@ __all__ = [
     "macro_f1",
     "mce",
     "nll",
-    "pit_histogram",
     "pool",
     "reliability_bins",
     "rmse",

@@ -25,7 +25,6 @@ from bayesfl.evaluation.plots.look import (
 )
 
 RED = OKABE_ITO[1]
-_LOW, _HIGH = 1e-3, 1e9
 
 
 @literal
@@ -152,7 +151,7 @@ def evidence(
         fontsize="small",
     )
     ax.set_yscale("log")
-    ax.set_ylim(*np.clip(ax.get_ylim(), _LOW, _HIGH))
+    ax.set_ylim(*np.clip(ax.get_ylim(), 1e-3, 1e9))
     return finish(
         ax,
         title,

@@ -111,7 +111,7 @@ def nuts(
 
     kept, diverging = [], []
     words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
-    for chain, word in enumerate(words):
+    for word in words:
         with _Seeded(int(word)):
             start = loc + target.precision.rsqrt().clamp_max(1) * torch.randn(
                 layout.size, dtype=torch.float64
@@ -147,7 +147,6 @@ def nuts(
                 0, torch.tensor(places, dtype=torch.long), True
             )
         )
-        log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
     samples = Samples(
         torch.stack(kept),
         target.layout,
