@@ -1,11 +1,10 @@
-"""Uses of a score of doubt: detecting inputs from elsewhere, and declining to answer where an error
-is likely.
+"""Uses of a score of doubt: detection of inputs from elsewhere, and selective prediction.
 
-A score is one number for each example, [J, N], larger where the model should be trusted less:
-`doubt`, `entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as
-in `bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]:
-NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as
-the average over their possible orders; scores that differ by rounding alone are ties
+A score is one number for each example, [J, N], larger where the model is less reliable: `doubt`,
+`entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as in
+`bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]: NaN
+for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as the
+average over their possible orders; scores that differ by rounding alone are ties
 (`bayesfl.base.numerics.levelled`).
 
 >>> inside, outside = result.predict(clients.test), result.predict(strangers)  # doctest: +SKIP
@@ -30,8 +29,8 @@ def doubt(probs: Tensor) -> Tensor:
     """Compute one minus the largest probability, [..., N] of [..., N, O].
 
     Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples",
-    ICLR 2017. It is the sum of the other probabilities, so that certain examples keep their order
-    where 1 - p would round to 0.
+    ICLR 2017. It is computed as the sum of the other probabilities, so that examples near certainty
+    keep their order where 1 - p would round to 0.
 
     Example:
         >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
@@ -52,11 +51,11 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum over classes of a function of probabilities, [..., N] in float64, without
-    digits beyond those of `probs`, which would break ties.
+    """Return the sum over classes of a function of probabilities, [..., N] in float64, rounded to
+    the precision of `probs`, so that ties remain ties.
 
     Raises:
-        ValueError: A number is no probability.
+        ValueError: A number is not a probability.
     """
     probs = torch.as_tensor(probs).detach().cpu()
     if bool(((probs < -1e-6) | (probs > 1 + 1e-2)).any()):
@@ -73,8 +72,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
     Args:
         inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to outsiders, [J, M]: examples of another data
-            set, or of classes they never saw.
+        outside: The same clients' scores of outsiders, [J, M]: examples of another data set, or of
+            classes outside the training data.
         inside_mask: Which rows are own examples, [J, N] bool.
         outside_mask: Which rows are outsiders, [J, M] bool.
 
@@ -104,8 +103,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The share of errors among the answers as a function of the share of examples answered, least
-    doubtful first; see `risk_coverage`.
+    """Hold the share of errors among the answers as a function of the share of examples answered,
+    least doubtful first; see `risk_coverage`.
 
     Args:
         coverage: Share of examples answered, [n]: 1 / n to 1.
