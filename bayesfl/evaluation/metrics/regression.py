@@ -1,5 +1,5 @@
-"""Measures of predicted numbers: error, density, score and coverage under a normal distribution, or
-one of counts.
+"""Measures of predicted numbers: error, density, score and coverage under a normal distribution or
+a distribution of counts.
 """
 
 from dataclasses import dataclass, replace
@@ -104,9 +104,9 @@ def crps(
     """Compute the mean continuous ranked probability score, averaged over outputs, in the targets'
     unit; for point predictions it is |y - m|.
 
-    It is proper, as the NLL, and a target far out counts by its distance, not by its square.
-    Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
-    2007.
+    It is proper, like the NLL, and grows with the distance of an outlying target, not with its
+    square. Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA
+    102, 2007.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -141,8 +141,8 @@ def measured_numbers(fitted: "Fitted") -> Measured:
 
 @dataclass(frozen=True)
 class Fitted(Checked):
-    """Checked predictions of numbers, R rows, with mean and target 0 (of counts 1) and variance 1
-    in every row that is not finite.
+    """Hold checked predictions of numbers, R rows; rows that are not finite have mean and target 0
+    (1 for counts) and variance 1.
     """
 
     mean: Tensor  # [R, O]
@@ -159,8 +159,7 @@ class Fitted(Checked):
         mask: Tensor | None,
         kind: DistributionName = "normal",
     ) -> "Fitted":
-        """Check predictions, targets and mask, and make a `Fitted` of them; without a mask those of
-        one model, [N, O].
+        """Return checked predictions and targets; without a mask, those of one model, [N, O].
 
         Raises:
             ValueError: Shapes do not fit, or the target of an example is not finite; or see
@@ -194,7 +193,7 @@ class Fitted(Checked):
         *,
         single: bool = False,
     ) -> "Fitted":
-        """Make a `Fitted` of rows, [R, O] each.
+        """Return checked rows, [R, O] each.
 
         Raises:
             ValueError: A number lies outside the distribution's range.
