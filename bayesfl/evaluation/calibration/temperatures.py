@@ -146,7 +146,7 @@ class Temperature:
             + (
                 "every label, or nearly so, is the most probable class"
                 if beta > 1
-                else "predictions say nothing about the labels"
+                else "predictions contain no information about the labels"
             ),
         )
         return now | {

@@ -1,4 +1,4 @@
-"""Diagrams of predicted numbers: whether intervals hold as many targets as they should."""
+"""Diagrams of predicted numbers: measured against nominal coverage."""
 
 from typing import Any
 
@@ -29,18 +29,18 @@ def interval_reliability(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the share of targets inside central intervals against the nominal share.
+    """Draw the coverage of central intervals against the nominal coverage.
 
-    The blue line is of all targets pooled, grey ones of each client. Below the diagonal intervals
-    are too narrow, above it too wide. The band is where the blue line lies with probability 0.95,
-    at each level alone, if predictions are calibrated and examples independent. A flat histogram
-    means calibrated predictions, see `bayesfl.metrics.pit_histogram`. Kuleshov, Fenner, Ermon,
-    "Accurate uncertainties for deep learning using calibrated regression", ICML 2018.
+    The blue line is for all targets pooled, grey lines are for each client. Below the diagonal
+    intervals are too narrow, above it too wide. If predictions are calibrated and examples
+    independent, the blue line lies in the band with probability 0.95 at each level. Kuleshov,
+    Fenner, Ermon, "Accurate uncertainties for deep learning using calibrated regression", ICML
+    2018.
 
     Args:
-        source: A simulation's result, whose personal predictions on its test data are used, under
-            the distribution of its likelihood; or (mean, variance, targets, mask) of normal ones,
-            as `bayesfl.metrics.coverage` takes them.
+        source: A simulation's result, for its personal predictions on test data under the
+            distribution of its likelihood; or (mean, variance, targets, mask) of normal
+            predictions, as for `bayesfl.metrics.coverage`.
         ax: Where to draw; by default a new figure.
         title: Of the diagram.
 
@@ -108,8 +108,8 @@ def interval_reliability(
 
 
 def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:
-    """Find means, variances, targets and mask of a result or of what was given, and the
-    distribution.
+    """Return means, variances, targets, mask and the distribution, from a result or from the
+    arguments.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
         found = source.predict(source.data.test)

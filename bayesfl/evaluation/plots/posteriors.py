@@ -29,13 +29,12 @@ def marginals(
     """Draw marginals of single weights, one posterior beside another: the median, a thick line for
     the 50 % interval and a thin one for that of 90 %.
 
-    Beside a reference such as `bf.posteriors.nuts`, an approximation that is too sure has shorter
-    lines.
+    An overconfident approximation has shorter lines than a reference such as `bf.posteriors.nuts`.
 
     Args:
-        entries: {name: `Samples`, or a Gaussian that is drawn from, as a `Laplace`}, all of the
-            same weights.
-        weights: Which weights, as places in their flat vector; None for the first 12.
+        entries: {name: `Samples`, or a Gaussian such as a `Laplace`, from which draws are made},
+            all for the same weights.
+        weights: Indices of the weights in their flat vector; None for the first 12.
         draws: Number of draws of a Gaussian.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -44,7 +43,7 @@ def marginals(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The posteriors are of different weights.
+        ValueError: The posteriors are for different weights.
 
     >>> x, y = torch.randn(30, 2), torch.arange(30) % 2
     >>> model = nn.Linear(2, 2)

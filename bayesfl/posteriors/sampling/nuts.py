@@ -69,8 +69,8 @@ def nuts(
         likelihood: Distribution of y given the outputs; categorical by default.
         pattern: A shell-style pattern over the names of the sampled parameters, such as `head.*`.
         draws: Number of kept draws of each chain.
-        warmup: Number of draws of each chain before these, in which step size and mass matrix are
-            adapted; they are dropped.
+        warmup: Number of earlier draws of each chain, which adapt step size and mass matrix; they
+            are dropped.
         chains: Number of chains.
         seed: Seed of the starts and the draws, >= 0.
         full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations,
@@ -180,4 +180,4 @@ class _Seeded(TorchFunctionMode):
 
 
 _DRAWS = {torch.bernoulli, torch.normal, torch.rand, torch.randn}
-"""The functions by which Pyro draws."""
+"""Functions that Pyro uses to draw."""
