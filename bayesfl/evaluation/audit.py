@@ -411,8 +411,8 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     columns: Any = data.prepared
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
-            f"the column {name!r} has numbers so far apart that small ones cannot be told from "
-            "inputs, as codes beside 999999: pass groups as lists, one for each client"
+            f"the column {name!r} has numbers so far apart that small ones cannot be recovered "
+            "from the inputs, such as codes beside 999999: pass a list of groups for each client"
         )
     return lambda x: columns.values(x, name)
 

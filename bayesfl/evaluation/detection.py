@@ -61,7 +61,7 @@ def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor
     if bool(((probs < -1e-6) | (probs > 1 + 1e-2)).any()):
         raise ValueError(
             f"probs must be in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
-            "of logits take softmax(-1), of log probabilities exp()"
+            "for logits use softmax(-1), for log probabilities exp()"
         )
     return term(probs.double()).sum(-1).to(torch.promote_types(probs.dtype, torch.float32)).double()
 

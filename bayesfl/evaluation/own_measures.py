@@ -48,7 +48,9 @@ def measured(
     """
     clash = sorted(measures.keys() & set(taken))
     if clash:
-        raise ValueError(f"measures {clash} have names that the library's own have; choose others")
+        raise ValueError(
+            f"measures {clash} have names of the library's own measures; choose others"
+        )
     counts, starts = local.clients.counts.tolist(), local.clients.starts.tolist()
     out = {name: np.full(len(counts), np.nan) for name in measures}
     for name, measure in measures.items():

@@ -134,7 +134,7 @@ class LocalPredictions:
             raise ValueError(
                 f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of "
                 f"row {row - int(self.clients.starts[place])} of {who}: the run diverged, so lower "
-                "its learning rate, or look at these inputs"
+                "its learning rate, or check these inputs"
             )
 
     def uniform(self, phase: int) -> Tensor:

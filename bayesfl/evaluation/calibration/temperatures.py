@@ -203,7 +203,7 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     if len(bad := (~logits.gather(-1, y[:, None]).isfinite()).flatten().nonzero()):
         raise ValueError(
             f"the label of row {int(bad[0])} has probability 0, or its logits are not finite, "
-            "which no temperature changes: of votes take (probs + 1e-3).log()"
+            "which no temperature changes: for votes use (probs + 1e-3).log()"
         )
     logits = logits.clamp_min(-1e300)  # of probability 0; its product with 0 is 0
     none = torch.zeros(1, dtype=torch.float64)

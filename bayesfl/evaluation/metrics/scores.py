@@ -145,7 +145,7 @@ class Scored(Checked):
             raise ValueError(
                 "probs must be [J, N, O], one row of class probabilities per example; got shape "
                 f"{list(probs.shape)}"
-                + "; of several labels of each example take predictions.places()"
+                + "; for several labels of each example use predictions.places()"
                 * (probs.dim() == 4)
             )
         check_shapes(probs, mask, labels=labels)
@@ -181,8 +181,8 @@ class Scored(Checked):
             raise ValueError(
                 "probs of each example must be probabilities in [0, 1] whose sum is 1, got "
                 f"{least:.4g} to {most:.4g} and sums from {float(total.min()):.4g} to "
-                f"{float(total.max()):.4g}; of logits take softmax(-1), of log probabilities "
-                "exp(), of scores probs / probs.sum(-1, keepdim=True)"
+                f"{float(total.max()):.4g}; for logits use softmax(-1), for log probabilities "
+                "exp(), for scores probs / probs.sum(-1, keepdim=True)"
             )
         return cls(clients, ~finite, single, probs, labels)
 

@@ -124,7 +124,7 @@ def predictions(
     """
     rows = torch.as_tensor(x)
     if rows.dim() != 2 or rows.shape[1] not in (1, 2):
-        raise ValueError(f"x must be [N, 1] or [N, 2], which can be drawn, got {list(rows.shape)}")
+        raise ValueError(f"x must be [N, 1] or [N, 2], got {list(rows.shape)}")
     ax = new_figure((5.4, 3.6)).add_subplot() if ax is None else ax
     low, high = rows.amin(0), rows.amax(0)
     room = (high - low) / 4
@@ -136,7 +136,9 @@ def predictions(
     probs = kept.get("probs")
     if probs is None and kept["mean"].shape[1] > 1:
         outputs = kept["mean"].shape[1]
-        raise ValueError(f"{outputs} outputs are no one curve: take a model of one output")
+        raise ValueError(
+            f"a model with {outputs} outputs has no single curve; use a model with one output"
+        )
     if len(sides) == 2:
         unsure = kept["variance"].sqrt() if probs is None else torch.special.entr(probs).sum(-1)
         image = ax.pcolormesh(*sides, unsure.view(points, points).T, cmap="viridis", vmin=0)

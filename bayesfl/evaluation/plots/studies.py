@@ -98,8 +98,8 @@ def paired(
     """
     if table.at == "best":
         raise ValueError(
-            "clients' measures are kept of the last round alone, and this table is of each run's "
-            "best; take table.chosen(at='last')"
+            "clients' measures exist for the last round only, and this table has each run's best "
+            "round; use table.chosen(at='last')"
         )
     columns = [[row.clients() for row in pair] for pair in table.pairs(one, other)]
     usual = [name.removeprefix("personal_") for name in HEADLINES]

@@ -286,7 +286,7 @@ def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(
     monkeypatch.setattr(client_model, "LARGEST_TENSOR", 100)
     one, x = result.client("Basel"), torch.randn(4, 8)
     assert_close(one.predict(x).probs, result.client("Basel").predict(x).probs, atol=1e-12, rtol=0)
-    with pytest.raises(ValueError, match=r"'Basel'.* bytes, more than 100; .*plug_in=True"):
+    with pytest.raises(ValueError, match=r"'Basel'.* bytes .*100.*plug_in=True"):
         one.save(tmp_path / "Basel")
     assert not (tmp_path / "Basel").exists()
     one.save(tmp_path / "Basel", plug_in=True)
