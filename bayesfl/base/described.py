@@ -1,5 +1,5 @@
-"""Descriptions of any values as JSON, identical in every process, by which a saved run or another
-machine recognises them.
+"""Descriptions of any values as JSON, identical in every process, to recognise them in a saved run
+or on another machine.
 """
 
 import ast

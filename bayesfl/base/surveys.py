@@ -43,7 +43,7 @@ class NotNegative(tuple[int, ...]):
 
 
 class PerClient(tuple[int, ...]):
-    """Declare the shape of an answer in which each client writes to its own place in the first
+    """Declare the shape of an answer where each client writes to its own place in the first
     dimension, and 0 to the others.
     """
 

@@ -54,7 +54,7 @@ _OTHERS = "structure 'full', 'subnetwork' or 'diagonal' supports any"
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Hold the basis in which one layer's curvature is diagonal.
+    """Hold the basis that diagonalises one layer's curvature.
 
     Args:
         slots: Positions [H, I] of the layer's weights in the flat vector, the bias as the last

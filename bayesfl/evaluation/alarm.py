@@ -1,5 +1,5 @@
-"""Alarms that may be read after every row: evidence that a client's new rows differ from its
-calibration rows.
+"""Alarms that may be read after every row: e-processes for a difference between a client's new rows
+and its calibration rows.
 
 Each new score is compared with the client's calibration scores and those seen since. If all are
 exchangeable, the conformal p-values
@@ -13,10 +13,10 @@ and uniform (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world
     E_t = 1/2 mean over lambda of prod_s (1 + lambda (1[p_s <= alpha] - alpha))
         + 1/2 mean over eps of prod_s eps p_s^(eps - 1),
 
-the first on more than the share alpha of p-values up to alpha, called misses, the second on small
-p-values (Vovk, Nouretdinov and Gammerman, "Testing exchangeability on-line", ICML 2003). It is a
-martingale, a conformal test martingale, so the probability that it ever reaches 1 / delta is at
-most delta (Ville), however often, and whenever, somebody looks.
+the first on a share of p-values up to alpha (misses) above alpha, the second on small p-values
+(Vovk, Nouretdinov and Gammerman, "Testing exchangeability on-line", ICML 2003). It is a conformal
+test martingale, so the probability that it ever reaches 1 / delta is at most delta (Ville),
+whenever and however often it is read.
 """
 
 import os
@@ -32,29 +32,27 @@ from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]
-"""What an alarm looks at: how badly labels fit the predictions, or the predictions' epistemic
-uncertainty, which needs no labels.
+"""Scores that an alarm watches: nonconformity of labels, or the predictions' epistemic uncertainty,
+which needs no labels.
 """
 STAKES = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
-"""What a bet on misses loses by a row that is no miss; lambda = stake / alpha."""
+"""Loss of a bet on misses for a row that is not a miss; lambda = stake / alpha."""
 POWERS = np.arange(1, 10) / 10
 """The values of eps in the bets on small p-values."""
 _BLOCK = 512  # scores that are ranked among each other at once
 
 
 class Scores(np.ndarray):
-    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made
-    them.
+    """Hold scores of rows [N], float64, with their kind and the model that made them.
 
-    Single scores, slices and arithmetic keep it; `np.concatenate` loses it, as plain numbers have
-    none.
+    Single scores, slices and arithmetic keep these; `np.concatenate` loses them.
     """
 
     of: tuple[str, str] | None = None
 
     @classmethod
     def made(cls, values: ArrayLike, kind: str, whose: str) -> "Scores":
-        """Return scores of a kind, by a client's model."""
+        """Return scores of a kind from a client's model."""
         found = np.asarray(values, np.float64).view(cls)
         found.of = kind, whose
         return found
@@ -70,24 +68,24 @@ class Scores(np.ndarray):
 
 
 class Alarm:
-    """Watch one client's new rows: `see` takes their scores, and `raised` says whether the alarm
-    was ever raised.
+    """Watch one client's new rows: `see` takes their scores, and `raised` is whether the evidence
+    has ever reached 1 / delta.
 
     Args:
-        reference: Scores of the client's calibration rows, [n]: the larger, the stranger.
-        alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model takes what its
-            sets may miss.
-        delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
+        reference: Scores of the client's calibration rows, [n]; larger scores are more unusual.
+        alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model uses 1 minus
+            the level of its sets.
+        delta: Maximum probability of a false alarm at any time, in (0, 1).
         seed: The run's seed; with `client` and `round` it gives the uniform draws that break ties.
         client: The client's number.
         round: Number of rounds done.
-        of: What it looks at and whose model it watches, as of `Scores`; then `see` refuses scores
-            of other kinds and other models.
+        of: Kind of the scores and the model that made them, as in `Scores`; `see` then refuses
+            scores of other kinds or models.
 
     Attributes:
-        p: The p-value of every row seen, [t].
-        uniforms: The draw u of every row seen, [t].
-        history: The evidence E_t after every row seen, [t].
+        p: P-value of every row seen, [t].
+        uniforms: Draw u of every row seen, [t].
+        history: Evidence E_t after every row seen, [t].
 
     Raises:
         ValueError: `alpha` or `delta` is out of range, or the reference is not finite.
@@ -127,8 +125,8 @@ class Alarm:
 
     @property
     def evidence(self) -> float:
-        """Return E_t of all rows seen, >= 0; 1 before the first. This number alone is what a client
-        sends to be merged.
+        """Return E_t for all rows seen, >= 0; 1 before the first. Only this number is sent if
+        clients' evidence is averaged.
         """
         return float(self.history[-1]) if len(self.history) else 1.0
 
@@ -139,23 +137,22 @@ class Alarm:
 
     @property
     def raised_after(self) -> int | None:
-        """Return the number of rows after which the evidence first reached 1 / delta; None if it
-        never did.
+        """Return the number of rows at which the evidence first reached 1 / delta; None if it has
+        not.
         """
         reached = np.flatnonzero(self.history >= 1 / self.delta)
         return int(reached[0]) + 1 if len(reached) else None
 
     def see(self, scores: ArrayLike) -> "Alarm":
-        """Take the scores of new rows, in the order in which they came, and return the alarm
-        itself.
+        """Add the scores of new rows, in the order of their arrival, and return the alarm itself.
 
         Args:
-            scores: Scores as those of the reference, [n], or one of them, as `ClientModel.scores`
-                gives.
+            scores: Scores of the kind of the reference, [n], or a single one, as from
+                `ClientModel.scores`.
 
         Raises:
-            ValueError: A score is not finite, there is more than one axis, or they are of another
-                kind or another model.
+            ValueError: A score is not finite, there is more than one axis, or the kind or the model
+                differs.
         """
         other = getattr(scores, "of", None)
         if self.of is not None and other is not None and other != self.of:
@@ -201,8 +198,8 @@ class Alarm:
         self.p, self.uniforms, self.history = np.concatenate([seen, [p, u, evidence]], 1)
 
     def _uniform(self, start: int, count: int) -> np.ndarray:
-        """Return the draws u of the scores from `start` on, within (0, 1): of each the same,
-        however they come in pieces.
+        """Return the draws u of the scores from `start` on, within (0, 1); they do not depend on
+        how scores are split into calls.
         """
         first, skip = divmod(start, _BLOCK)
         drawn = [
@@ -214,10 +211,10 @@ class Alarm:
         return (np.concatenate(drawn)[skip : skip + count] + 0.5) / 2**52
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the alarm's state into a file, completely or not at all; `Alarm.load` goes on from
-        it to the same bits.
+        """Write the alarm's state into a file, completely or not at all; `Alarm.load` continues
+        with bit-identical results.
 
-        The file holds the scores of the client's rows, and stays with the client.
+        The file contains the scores of the client's rows; keep it at the client.
         """
         seen = np.stack([self.p, self.uniforms, self.history])
         arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": seen}
@@ -230,7 +227,7 @@ class Alarm:
         """Read an alarm that `save` wrote.
 
         Raises:
-            CheckpointError: The file is absent or damaged, or holds something else.
+            CheckpointError: The file is absent or damaged, or has other content.
         """
         said, tensors = archive.read_kind(path, "alarm")
         of = said.pop("of")
@@ -244,7 +241,7 @@ def _scores(name: str, scores: Any) -> np.ndarray:
     """Return scores as an array [n] of float64.
 
     Raises:
-        ValueError: They have more than one axis, or are not finite.
+        ValueError: There is more than one axis, or a score is not finite.
     """
     found = np.atleast_1d(np.asarray(scores, np.float64))
     if found.ndim != 1 or not np.isfinite(found).all():

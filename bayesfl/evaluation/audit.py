@@ -1,5 +1,5 @@
-"""Audits: coverage and accuracy by client, label or group, with exact intervals, beside what was
-guaranteed.
+"""Audits: coverage and accuracy by client, label or group, with exact intervals, beside the
+guaranteed level.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,43 +26,40 @@ BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
 Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
-"""Groups of rows: for each client that of every row, a function that makes these of a client's
-inputs, or a column of the frame.
+"""Groups of rows: for each client the group of every row, a function that computes them from a
+client's inputs, or a column of the frame.
 """
 COARSE = 1e4
-"""Standard deviation of a column beyond which whole numbers near its mean might be read back as
-others.
+"""Largest standard deviation of a column whose whole numbers are recovered exactly from its inputs.
 """
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Audit(Shown):
     """Report coverage and accuracy of each client, label or group, with exact intervals.
 
     Args:
-        by: What the units are: `client`, `label` or `group`.
-        units: Their names, G.
-        rows: Numbers of examples, [G]; where an example has several labels, of labels, which are
-            not independent: then intervals are too narrow.
-        level: The guaranteed coverage of sets or intervals; None without any.
+        by: Kind of the units: `client`, `label` or `group`.
+        units: Names of the G units.
+        rows: Numbers of examples, [G]; of labels, if an example has several. Such labels are not
+            independent, so that intervals are too narrow.
+        level: Guaranteed coverage of sets or intervals; None without any.
         delta: Probability with which any of the intervals of a column may miss.
-        held: Numbers of examples whose set or interval holds the truth, [G]; None where there are
-            none.
-        size: Mean number of classes in a set, or mean width of an interval, [G]; None where there
-            are none.
+        held: Numbers of examples whose set or interval contains the truth, [G]; None without sets.
+        size: Mean number of classes in a set, or mean width of an interval, [G]; None without sets.
         right: Numbers of right predictions, [G]; None for numbers.
         ece: Expected calibration errors, [G]; None for numbers, and by label.
         rmse: Roots of mean squared errors, [G]; None for classes.
-        risk: The share of wrong answers that is promised, of all rows together; None where all rows
-            are answered.
-        answered: Numbers of examples that are answered, [G]; None where all are.
+        risk: Guaranteed maximum share of wrong answers, for all rows together; None if all rows are
+            answered.
+        answered: Numbers of answered examples, [G]; None if all are answered.
         answered_right: Numbers of right answers among these, [G].
         examples: Number of examples that are in a unit; fewer than the sum of `rows` where an
             example has several labels.
-        left_out: Number of examples, or labels, that are in none.
-        pooled_ece: The expected calibration error of all these rows together, as in a reliability
-            diagram; None where `ece` is.
+        left_out: Number of examples, or labels, without a unit.
+        pooled_ece: Expected calibration error of all these rows together, as in a reliability
+            diagram; None if `ece` is None.
     """
 
     by: Unit
@@ -82,16 +79,10 @@ class Audit(Shown):
     left_out: int = 0
     pooled_ece: float | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: "
-            f"{list(self.below)})"
-        )
-
     @property
     def coverage(self) -> np.ndarray | None:
-        """Return the share of each unit's examples whose set or interval holds the truth, [G]; NaN
-        without examples.
+        """Return the share of each unit's examples whose set or interval contains the truth, [G];
+        NaN without examples.
         """
         return None if self.held is None else _share(self.held, self.rows)
 
@@ -101,28 +92,27 @@ class Audit(Shown):
         return None if self.right is None else _share(self.right, self.rows)
 
     def intervals(self, counts: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
-        """Return Clopper-Pearson intervals of shares, [G, 2], all of which hold together with a
+        """Return Clopper-Pearson intervals of shares, [G, 2], that all cover together with a
         probability of at least 1 - `delta`.
 
-        Each has the probability delta / G to miss (Bonferroni), G the number of units that have
-        examples.
+        Each misses with probability delta / G (Bonferroni), G the number of units with examples.
 
         Args:
-            counts: Numbers of examples of which something holds, [G], as `held` or `right`.
-            among: Of how many examples, [G]; None for `rows`.
+            counts: Numbers of successes, [G], such as `held` or `right`.
+            among: Numbers of examples, [G]; None for `rows`.
         """
         rows = self.rows if among is None else among
         return clopper_pearson(counts, rows, self.delta / max(1, int((rows > 0).sum())))
 
     @property
     def below(self) -> tuple[str, ...]:
-        """Return the units whose coverage lies below the guaranteed level by more than chance
-        explains: their whole interval lies below it.
+        """Return the units whose coverage is significantly below the guaranteed level: their whole
+        interval lies below it.
 
-        The interval is that of the given sets. Conformal coverage is guaranteed on average over
-        calibration rows: where a client's n own rows set its threshold, as under `shrink=0`, its
+        The interval is conditional on the calibration rows. Conformal coverage is guaranteed on
+        average over these: if a client's n own rows set its threshold, as under `shrink=0`, its
         coverage has a standard deviation of about sqrt(level (1 - level) / n), which the interval
-        leaves out.
+        does not include.
         """
         if self.held is None or self.level is None:
             return ()
@@ -134,14 +124,14 @@ class Audit(Shown):
 
     @property
     def worst_by_chance(self) -> float:
-        """Return the coverage that the worst unit would show on average if every one had exactly
-        the promised one; NaN without sets.
+        """Return the expected lowest measured coverage if every unit has exactly the guaranteed
+        one; NaN without sets.
         """
         return float("nan") if self.level is None else worst_by_chance(self.rows, self.level)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the audit as columns [G], ready for a data frame; a share's interval is in the
-        columns with `_low` and `_high`.
+        """Return the audit as columns [G] for a data frame; the ends of a share's interval are in
+        the columns with `_low` and `_high`.
         """
         found: dict[str, np.ndarray] = {self.by: np.array(self.units), "rows": self.rows}
         for name, counts, among in (
@@ -165,7 +155,7 @@ class Audit(Shown):
         }
 
     def sheet(self) -> Sheet:
-        """Return the audit as a table, with what chance alone would show below it."""
+        """Return the audit as a table, with notes on chance below it."""
         columns = self.columns()
         shown = {
             name: [_text(name, value) for value in values]
@@ -181,7 +171,7 @@ class Audit(Shown):
         return Sheet(shown, notes=tuple(self._said()))
 
     def table(self) -> str:
-        """Return the audit as a text, with what chance alone would show below it."""
+        """Return the audit as text, with notes on chance below it."""
         return str(self.sheet())
 
     def _pooled(self, counts: int, rows: int) -> str:
@@ -225,7 +215,7 @@ class Audit(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Counting:
-    """The survey of an audit: counts and sums of every unit, added over clients.
+    """Survey the counts and sums of every unit for an audit, added over clients.
 
     Args:
         by: What the units are.
@@ -240,8 +230,8 @@ class Counting:
     groups: Tensor | None = None
 
     def openly(self, local: LocalPredictions) -> Ask:
-        """Return how the question is put to clients that are all here, whose answers nobody has to
-        hide: their rows are counted as those of one client, so that none answers for others' units.
+        """Return the function that asks clients on this machine in the clear: their rows are
+        counted as those of one client, so that no client's answer has the other clients' units.
         """
         one = Segments(local.clients.counts.sum()[None])
         local_of_one = replace(local, clients=one, ids=np.zeros(1, np.int64))
@@ -255,10 +245,10 @@ class Counting:
         return torch.from_numpy(local.ids)[owner] if self.by == "client" else 0 * owner
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return whether classes are predicted.
+        """Return the initial state: whether classes are predicted.
 
         Raises:
-            ValueError: Numbers are to be audited by label.
+            ValueError: A regression is audited by label.
         """
         if self.by == "label" and outputs.task != "classification":
             raise ValueError(
@@ -268,7 +258,7 @@ class Counting:
         return {"classes": torch.tensor(outputs.task == "classification")}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of counts and sums by unit, and of those by bins of confidence."""
+        """Return the shapes of counts and sums by unit, and by unit and bin of confidence."""
         units = len(self.units)
         common: dict[str, tuple[int, ...]] = {
             "n_rows": (units,),
@@ -337,11 +327,11 @@ class Counting:
     def audit(
         self, state: Tensors, *, level: float | None, risk: float | None, delta: float
     ) -> Audit:
-        """Return the audit by the survey's last state.
+        """Return the audit from the survey's last state.
 
         Args:
             state: The sums over clients.
-            level: The probability that sets or intervals promise; None where there are none.
+            level: Guaranteed coverage of sets or intervals; None without any.
             risk: The share of wrong answers that is promised; None where all rows are answered.
             delta: Probability with which any of the intervals of a column may miss, in (0, 1).
         """
@@ -385,13 +375,13 @@ def units(
     by: Literal["client", "label"],
     groups: Groups | None,
 ) -> Counting:
-    """Return the survey that counts what an audit shows, with the units that its table has as rows.
+    """Return the survey of an audit, with the units that are the rows of its table.
 
     Args:
         data: The federation's data.
         split: Name of the split that is audited.
         rows: The split.
-        by: `client` or `label`; `client` where there are groups.
+        by: `client` or `label`; `client` if there are groups.
         groups: Groups of the split's rows; None for none.
 
     Raises:
@@ -412,16 +402,17 @@ def units(
 
 
 def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
-    """Return the function of a client's inputs that gives the values of a column of the frame.
+    """Return the function from a client's inputs to the values of a column of the frame.
 
     Raises:
-        ValueError: The data are no frame's, or have no such column, or one of numbers far apart.
+        ValueError: The data are not from a frame, lack the column, or its numbers are too far
+            apart.
     """
     columns: Any = data.prepared
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
-            f"the column {name!r} has numbers so far apart that small ones cannot be told from "
-            "inputs, as codes beside 999999: pass groups as lists, one for each client"
+            f"the column {name!r} has numbers so far apart that small ones cannot be recovered "
+            "from the inputs, such as codes beside 999999: pass a list of groups for each client"
         )
     return lambda x: columns.values(x, name)
 
@@ -429,16 +420,16 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
 def grouped(
     groups: Sequence[Sequence[object]], counts: np.ndarray
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of groups in their order, and the place of every row's, [R], client after
-    client; -1 for no group.
+    """Return the sorted names of groups, and the index of every row's group, [R], one client after
+    another; -1 for no group.
 
     Args:
-        groups: For each client the group of every row, text, numbers or truth values; None or NaN
-            for rows of no group.
+        groups: For each client the group of every row, as text, numbers or bools; None or NaN for
+            no group.
         counts: The clients' numbers of rows, [J].
 
     Raises:
-        ValueError: There is another number of clients, or of rows of one.
+        ValueError: The number of clients, or of a client's rows, differs.
     """
     each = [np.asarray(own, dtype=object) for own in groups]
     if [own.shape for own in each] != [(n,) for n in counts]:
@@ -453,7 +444,7 @@ def grouped(
 
 
 def _text_of(group: Any) -> str | None:
-    """Return a row's group as text, a whole number without a point; None for no group."""
+    """Return a row's group as text, whole numbers without a decimal point; None for no group."""
     group = group.item() if isinstance(group, Tensor | np.generic) else group
     if group is None or group != group:
         return None

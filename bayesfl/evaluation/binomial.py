@@ -1,6 +1,4 @@
-"""Exact statements on shares: Clopper-Pearson bounds, and how low the lowest of several shares lies
-by chance.
-"""
+"""Exact inference on shares: Clopper-Pearson bounds, and the expected lowest of several shares."""
 
 from typing import Annotated
 
@@ -9,8 +7,8 @@ import numpy as np
 from bayesfl.base.options import PROBABILITY, declared
 
 _MANY = 4000
-"""Maximum number of distinct shares that are summed exactly. Beyond it, the result is too large by
-at most one step in this number.
+"""Maximum number of distinct shares in an exact sum; the result for more is too large by at most 1
+/ 4000.
 """
 
 
@@ -18,13 +16,13 @@ at most one step in this number.
 def clopper_pearson(
     successes: np.ndarray, trials: np.ndarray, delta: Annotated[float, PROBABILITY]
 ) -> np.ndarray:
-    """Return intervals that hold the true share with a probability of at least 1 - `delta` each,
+    """Return intervals that each cover the true share with a probability of at least 1 - `delta`,
     [..., 2].
 
     Args:
         successes: Numbers of successes, [...].
         trials: Numbers of independent trials, [...]; 0 gives (0, 1).
-        delta: Probability with which an interval may miss, half of it on either side, in (0, 1).
+        delta: Maximum probability that an interval misses, half of it on either side, in (0, 1).
 
     Raises:
         ValueError: `delta` is out of range.
@@ -39,8 +37,8 @@ def clopper_pearson(
 
 
 def lower_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
-    """Return lower bounds of the true share of k successes in n trials, [...], each of which
-    holds with a probability of at least 1 - `delta`; 0 without successes.
+    """Return lower bounds of the true share for k successes in n trials, [...]; each holds with a
+    probability of at least 1 - `delta`; 0 without successes.
     """
     from scipy.stats import beta
 
@@ -48,8 +46,8 @@ def lower_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
 
 
 def upper_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
-    """Return upper bounds of the true share of k successes in n trials, [...], each of which
-    holds with a probability of at least 1 - `delta`; 1 without failures.
+    """Return upper bounds of the true share for k successes in n trials, [...]; each holds with a
+    probability of at least 1 - `delta`; 1 without failures.
     """
     from scipy.stats import beta
 
@@ -57,17 +55,16 @@ def upper_bound(k: np.ndarray, n: np.ndarray, delta: float) -> np.ndarray:
 
 
 def worst_by_chance(trials: np.ndarray, share: float) -> float:
-    """Return the expectation of the lowest observed share of several units whose true share is the
-    same.
+    """Return the expected lowest observed share among units with the same true share.
 
     Args:
-        trials: Numbers of independent trials of each unit, [J]; units without any are left out.
+        trials: Number of independent trials of each unit, [J]; units without trials are ignored.
         share: The true share of all units, in [0, 1].
 
     Returns:
-        The sum over the distinct shares that can be seen, of their distances times the probability
-        that all units lie above, which is exact; or over 4,000 equal steps where the shares are
-        more, which is too large by 1 / 4000 at most. NaN where no unit has a trial.
+        The sum over distinct possible shares of their distances times the probability that all
+        units lie above, which is exact. For more than 4,000 shares, 4,000 equal steps are used, and
+        the result is too large by at most 1 / 4000. NaN without trials.
     """
     from scipy.stats import binom
 
@@ -79,8 +76,7 @@ def worst_by_chance(trials: np.ndarray, share: float) -> float:
         if n[0].sum() < _MANY
         else np.arange(_MANY + 1) / _MANY
     )
-    # E min = integral over x of P(all shares > x); between two shares that can be seen it is
-    # constant.
+    # E min = integral over x of P(all shares > x), which is constant between two possible shares.
     log_above = sum(
         times * binom.logsf(np.floor(seen[:-1] * m + 1e-9), m, share)
         for m, times in zip(*n, strict=True)

@@ -1,4 +1,4 @@
-"""Predictions of many clients, put together as they are made, row after row."""
+"""Collection of the predictions of many clients, chunk by chunk."""
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from bayesfl.evaluation.surveys import LocalPredictions
 
 
 class Collector:
-    """A collector of clients' predictions, as they come chunk by chunk, on the CPU: row after row,
-    so that nothing is padded.
+    """Collect clients' predictions chunk by chunk on the CPU, one client's rows after another's,
+    without padding.
 
     Args:
         split: The split that is predicted.
-        names: The clients' names; none where they are not known.
-        likelihood: The likelihood under which they are made; None where it is not known.
+        names: The clients' names; empty if unknown.
+        likelihood: The likelihood of the predictions; None if unknown.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Collector:
                 self._tensors[name][start : start + n] = value[:n]
 
     def found(self, *, seed: int = 0, round: int = 0) -> LocalPredictions:
-        """Return the predictions of all clients, of whom those that were not added have no rows.
+        """Return the predictions of all clients; clients that were not added have no rows.
 
         Args:
             seed: The run's seed.

@@ -1,11 +1,10 @@
-"""Uses of a score of doubt: detecting inputs from elsewhere, and declining to answer where an error
-is likely.
+"""Uses of a score of doubt: detection of inputs from elsewhere, and selective prediction.
 
-A score is one number for each example, [J, N], larger where the model should be trusted less:
-`doubt`, `entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as
-in `bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]:
-NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as
-the average over their possible orders; scores that differ by rounding alone are ties
+A score is one number for each example, [J, N], larger where the model is less reliable: `doubt`,
+`entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as in
+`bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]: NaN
+for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as the
+average over their possible orders; scores that differ by rounding alone are ties
 (`bayesfl.base.numerics.levelled`).
 
 >>> inside, outside = result.predict(clients.test), result.predict(strangers)  # doctest: +SKIP
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.numerics import levelled
-from bayesfl.evaluation.metrics.clients import Segments
+from bayesfl.evaluation.metrics.clients import Segments, check_shapes
 from bayesfl.evaluation.metrics.scores import area
 
 
@@ -30,8 +29,8 @@ def doubt(probs: Tensor) -> Tensor:
     """Compute one minus the largest probability, [..., N] of [..., N, O].
 
     Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples",
-    ICLR 2017. It is the sum of the other probabilities, so that certain examples keep their order
-    where 1 - p would round to 0.
+    ICLR 2017. It is computed as the sum of the other probabilities, so that examples near certainty
+    keep their order where 1 - p would round to 0.
 
     Example:
         >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
@@ -52,17 +51,17 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum over classes of a function of probabilities, [..., N] in float64, without
-    digits beyond those of `probs`, which would break ties.
+    """Return the sum over classes of a function of probabilities, [..., N] in float64, rounded to
+    the precision of `probs`, so that ties remain ties.
 
     Raises:
-        ValueError: A number is no probability.
+        ValueError: A number is not a probability.
     """
     probs = torch.as_tensor(probs).detach().cpu()
     if bool(((probs < -1e-6) | (probs > 1 + 1e-2)).any()):
         raise ValueError(
             f"probs must be in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
-            "of logits take softmax(-1), of log probabilities exp()"
+            "for logits use softmax(-1), for log probabilities exp()"
         )
     return term(probs.double()).sum(-1).to(torch.promote_types(probs.dtype, torch.float32)).double()
 
@@ -73,8 +72,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
     Args:
         inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to outsiders, [J, M]: examples of another data
-            set, or of classes they never saw.
+        outside: The same clients' scores of outsiders, [J, M]: examples of another data set, or of
+            classes outside the training data.
         inside_mask: Which rows are own examples, [J, N] bool.
         outside_mask: Which rows are outsiders, [J, M] bool.
 
@@ -93,8 +92,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
     inside, outside, inside_mask, outside_mask = (
         torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask)
     )
-    _check(inside=inside, inside_mask=inside_mask)
-    _check(outside=outside, outside_mask=outside_mask)
+    check_shapes(inside[..., None], inside_mask)
+    check_shapes(outside[..., None], outside_mask)
     mask = torch.cat([inside_mask, outside_mask], 1)
     clients, scores = Segments(mask.sum(1)), torch.cat([inside, outside], 1)[mask]
     is_outside = (torch.arange(mask.shape[1]) >= inside.shape[1]).expand_as(mask)[mask]
@@ -104,8 +103,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The share of errors among the answers as a function of the share of examples answered, least
-    doubtful first; see `risk_coverage`.
+    """Hold the share of errors among the answers as a function of the share of examples answered,
+    least doubtful first; see `risk_coverage`.
 
     Args:
         coverage: Share of examples answered, [n]: 1 / n to 1.
@@ -154,34 +153,17 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
         ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.33, 0.25])
     """
     score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
-    _check(score=score, right=right)
-    _check(score=score, mask=mask)
+    check_shapes(score[..., None], mask, right=right)
     if bool((score.isnan() & mask).any()):
         raise ValueError(
             "score is NaN where mask is True: the run diverged, or it is the epistemic part of a "
             "plug-in, which has none"
         )
     _, group, count = levelled(score[mask]).unique(return_inverse=True, return_counts=True)
-    wrong = (~right[mask]).double()
+    wrong = 1 - right[mask].double()
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, wrong)
     before, start = (total.cumsum(0) - total for total in (errors, count))
     places = torch.arange(1, len(group) + 1)
     of = torch.repeat_interleave(torch.arange(len(count)), count)  # the group at each place
     risk = (before[of] + errors[of] * (places - start[of]) / count[of]) / places
     return RiskCoverage(places.numpy() / max(len(risk), 1), risk.numpy())
-
-
-def _check(**rows: Tensor) -> None:
-    """Check that all have one entry for each row, and that the last is bool."""
-    shapes = {name: list(t.shape) for name, t in rows.items()}
-    if any(len(shape) != 2 or shape != next(iter(shapes.values())) for shape in shapes.values()):
-        raise ValueError(
-            f"{', '.join(shapes)} must be [J, N], one number for each example; got {shapes}; of "
-            "several labels of each example take predictions.places()"
-        )
-    name, mask = list(rows.items())[-1]
-    if mask.dtype != torch.bool:
-        raise ValueError(
-            f"{name} must be bool, got {mask.dtype}; use {name}.bool(), or for whether predictions "
-            "are right probs.argmax(-1) == labels"
-        )

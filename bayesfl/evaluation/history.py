@@ -11,27 +11,25 @@ from bayesfl.evaluation.report import better
 HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
 PREFIXES = {"test": "personal", "validation": "validation"}
-"""Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
+"""Prefixes of columns for each client's own predictor, by split."""
 CALIBRATED = "calibrated"
-"""Prefix of columns that measure predictions of test data as steps of calibration change them,
-after a run over a network.
-"""
+"""Prefix of columns for calibrated predictions of test data, after a run over a network."""
 
 
 class History:
-    """The rows of a run, one for each round, which can be read by columns.
+    """Hold the measurements of a run, one row for each round, with access by column.
 
     A column's prefix names the models that were measured on the test split: `personal_` each
     client's own predictor after aggregation (and fine-tuning, where the method has it);
     `before_pool_` the models before aggregation, of the clients that trained in this round;
-    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a
-    further word a measure is the mean over clients; `pooled_` means that all clients' examples are
-    measured together. `report.write_csv(path, history)` writes the rows to a file.
+    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without
+    `pooled_` a measure is the mean over clients; with it, the measure of all clients' examples
+    together. `report.write_csv(path, history)` writes the rows to a file.
 
     Args:
         rows: Mappings from column to number.
-        absent: {round: ids of clients that were asked and whose work was not taken}.
-        recorded: {round: {column: a value for each client, [J]}}, where a run records them.
+        absent: {round: ids of selected clients without a contribution}.
+        recorded: {round: {column: a value for each client, [J]}}, if a run records them.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -54,14 +52,14 @@ class History:
         self.recorded = dict(recorded or {})
 
     def append(self, row: Mapping[str, Any], absent: Sequence[int] = ()) -> None:
-        """Add the row of a round, and the ids of clients that were asked in vain."""
+        """Add the row of a round, and the ids of the clients that did not reply."""
         self.rows.append(dict(row))
         if absent:
             self.absent[row["round"]] = absent
 
     def record(self, values: Mapping[str, np.ndarray]) -> None:
-        """Keep clients' own values, {column: [J]}, of the last row's round."""
-        # A mapping of its own, as copies share those of their rounds.
+        """Record clients' own values, {column: [J]}, for the last row's round."""
+        # A new mapping, because copies share those of their rounds.
         self.recorded[self.rows[-1]["round"]] = {
             **self.recorded.get(self.rows[-1]["round"], {}),
             **values,
@@ -102,17 +100,17 @@ class History:
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
     def clients(self, column: str) -> np.ndarray:
-        """Return every client's own values of a column, [rounds, J] in float64; NaN for rounds that
-        were not evaluated, and for clients without a value, as those without rows.
+        """Return every client's own values of a column, [rounds, J] in float64; NaN for rounds
+        without evaluation and for clients without a value, such as those without rows.
 
         The clients stand in the order of `clients.client_names`.
 
         Args:
-            column: The column, as `personal_accuracy`, of which `history["personal_accuracy"]` is
-                the mean over clients.
+            column: The column, such as `personal_accuracy`; `history["personal_accuracy"]` is the
+                mean over clients.
 
         Raises:
-            KeyError: The run did not record it; the message says how to.
+            KeyError: The run did not record it; the message has the option that does.
 
         Example:
             >>> clients = bf.data.iid("digits", clients=3)
@@ -140,13 +138,13 @@ class History:
 
         Args:
             column: The column.
-            lowest: Whether the smallest value is best; None to know it by the measure's name, as of
-                `validation_nll`.
+            lowest: Whether the smallest value is best; None derives it from the measure's name, as
+                for `validation_nll`.
 
         Raises:
             KeyError: No row has such a column.
-            ValueError: The column has no values, or `lowest` is None and the column is of no
-                measure whose best values are known.
+            ValueError: The column has no values, or `lowest` is None and the measure's name is
+                unknown.
         """
         values = self[column]
         if lowest is None:

@@ -1,4 +1,4 @@
-"""Measures of a user's own, which become columns of the history beside those of
+"""User-defined measures, which become columns of the history in addition to those of
 `bayesfl.metrics`.
 """
 
@@ -23,7 +23,7 @@ def check_measures(name: str, measures: Mapping[str, Measure]) -> None:
     """Check the names of measures.
 
     Raises:
-        ValueError: A name is not of small letters, digits and underscores.
+        ValueError: A name has other characters than small letters, digits and underscores.
     """
     for column in measures:
         if not isinstance(column, str) or not NAME.fullmatch(column):
@@ -41,14 +41,16 @@ def measured(
     Args:
         measures: The measures by name.
         local: Predictions of the clients, with labels.
-        taken: Names that other measures have.
+        taken: Names of other measures.
 
     Raises:
         ValueError: A name is taken.
     """
     clash = sorted(measures.keys() & set(taken))
     if clash:
-        raise ValueError(f"measures {clash} have names that the library's own have; choose others")
+        raise ValueError(
+            f"measures {clash} have names of the library's own measures; choose others"
+        )
     counts, starts = local.clients.counts.tolist(), local.clients.starts.tolist()
     out = {name: np.full(len(counts), np.nan) for name in measures}
     for name, measure in measures.items():
@@ -60,9 +62,7 @@ def measured(
 
 
 def means(measured: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the means of measures [J] over the clients of which they are not NaN; NaN where there
-    are none.
-    """
+    """Return the means of measures [J] over the clients with a value; NaN without any."""
     known = {name: values[~np.isnan(values)] for name, values in measured.items()}
     return {
         name: float(np.mean(values)) if len(values) else float("nan")

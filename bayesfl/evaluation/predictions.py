@@ -20,39 +20,38 @@ from bayesfl.evaluation.metrics.summaries import measured_classes
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictive distributions for J clients of at most N examples; rows that pad a shorter client
-    are NaN.
+    """Hold predictive distributions for J clients with at most N examples; padding rows are NaN.
 
-    Those of one client have no axis of clients. Inside the library they hold all clients' rows, one
-    client's after the other's, without one, too.
+    Predictions of one client have no axis of clients; neither have those inside the library, which
+    contain all clients' rows, one client's after another's.
 
     Args:
         mask: Which rows are examples, [J, N] bool.
-        epistemic: The part of the uncertainty that more data would remove, [J, N], or [J, N, T]
-            where an example has T labels. For classes, in nats: by draws the mutual information of
-            label and weights; under the link by contrasts the entropy that uncertainty adds; NaN at
-            the mean, and class-wise (link="per_class"). For regression the variance of the means.
-        probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None
-            for regression.
+        epistemic: Uncertainty that more data would remove, [J, N], or [J, N, T] if an example has T
+            labels. For classes, in nats: with draws the mutual information of label and weights;
+            under the link `contrasts` the entropy added by uncertainty; NaN at the mean, and under
+            the link `per_class`. For regression the variance of the means.
+        probs: Class probabilities [J, N, O], or [J, N, T, O] if an example has T labels; None for
+            regression.
         mean: Predictive means [J, N, O], or the middles of intervals; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes and intervals.
-        lower: Lower ends of intervals, [J, N, O], of likelihood `Quantiles` or made by `Conformal`;
-            None where there are none.
-        upper: Upper ends of these.
+        lower: Lower ends of intervals, [J, N, O], from the likelihood `Quantiles` or from
+            `Conformal`; None without intervals.
+        upper: Upper ends of the intervals.
         sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool;
-            None where none were made.
-        answered: Which examples are answered, [J, N] or [J, N, T] bool, as `Abstention` says; None
-            where all are.
-        level: The probability that the sets or the intervals promise; None for that of the
-            likelihood's intervals.
-        risk: The share of wrong answers that `answered` promises at most, of all clients' rows
-            together; None where all are answered.
-        labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which
-            `summary` recognises it; None where there are none. Rows that pad are 0.
-        names: The clients' names, by which `client` finds them; None where they are not known.
+            None without sets.
+        answered: Which examples are answered after `Abstention`, [J, N] or [J, N, T] bool; None if
+            all are.
+        level: Nominal coverage of the sets or intervals; None for that of the likelihood's
+            intervals.
+        risk: Guaranteed maximum share of wrong answers among all clients' `answered` rows together;
+            None if all are answered.
+        labels: Labels [J, N] or targets [J, N, ...] of the predicted split, by which `summary`
+            recognises it; None without labels. Padding rows are 0.
+        names: The clients' names, for `client`; None if unknown.
         class_names: One name for each class, see `named_sets`; None for classes without names.
-        likelihood: The likelihood, by whose distribution numbers are measured; None for normal
-            ones.
+        likelihood: The likelihood, whose distribution the measures of numbers use; None for normal
+            distributions.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -91,31 +90,30 @@ class Predictions:
         hidden = ("mask", "labels", *["epistemic"] * none)
         shown = {name: t.shape for name, t in self.tensors.items() if name not in hidden}
         tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shown.items())
-        drawn = "" if none else "; averaged over draws or a closed form"
-        return f"Predictions({many}; {tensors}{drawn})"
+        return f"Predictions({many}; {tensors})"
 
     @property
     def tensors(self) -> Tensors:
-        """Return the tensors that there are, by name."""
+        """Return all tensors by name."""
         return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
     def at(self, places: Any) -> "Predictions":
-        """Return the predictions at places of the first axes, without names of clients."""
+        """Return the predictions at an index into the first axes, without names of clients."""
         cut: dict[str, Any] = {name: t[places] for name, t in self.tensors.items()}
         return replace(self, names=None, **cut)
 
     def rows(self) -> tuple["Predictions", Segments]:
-        """Return the rows of all clients without padding, [R, ...], and whose they are."""
+        """Return the rows of all clients without padding, [R, ...], and their clients."""
         return self.at(self.mask), Segments(self.mask.sum(1))
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the part of the uncertainty that more data would not remove, of the shape of
-        `epistemic`; NaN where that is.
+        """Return the uncertainty that more data would not remove, in the shape of `epistemic`; NaN
+        where that is NaN.
 
-        For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the
+        For classes the entropy minus `epistemic`, in nats; under the link `contrasts` this is the
         entropy of softmax(f), or that of `probs` if it is smaller. For regression the noise's
-        variance, summed over targets; NaN for intervals, which do not tell it.
+        variance, summed over targets; NaN for intervals, which do not determine it.
         """
         if self.probs is None and self.variance is None:
             return torch.full_like(self.epistemic, torch.nan)
@@ -130,7 +128,7 @@ class Predictions:
         """Return one client's predictions alone, without padding: tensors [n_j, ...].
 
         Args:
-            client: The client's name, where names are known, or its number; see `Result.client`.
+            client: The client's name, if names are known, or its number; see `Result.client`.
 
         Raises:
             TypeError: `client` is neither.
@@ -145,13 +143,13 @@ class Predictions:
         return self.at((j, self.mask[j]))
 
     def places(self) -> "Predictions":
-        """Return predictions in which each known label of an example is an example, [J, M], as
-        detection takes them.
+        """Return predictions with one example for each known label of an example, [J, M], for
+        measures of labels.
 
-        Predictions with one label for each example are returned as they are.
+        Predictions with one label for each example are returned unchanged.
 
         Raises:
-            ValueError: The labels are not known.
+            ValueError: The labels are unknown.
         """
         if self.probs is None or self.probs.dim() == self.mask.dim() + 1:
             return self
@@ -159,8 +157,8 @@ class Predictions:
         return replace(padded(rows, clients), names=self.names)
 
     def summary(self, split: ClientData) -> dict[str, float]:
-        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
-        `split`, over clients that have rows.
+        """Compute the applicable measures of `bayesfl.metrics` with the labels or targets of
+        `split`, over clients with rows.
 
         For classes those of `classification_summary`, label by label where an example has several;
         for numbers, under the likelihood's distribution, `rmse`, `nll`, `crps`, `coverage_50` and
@@ -172,21 +170,21 @@ class Predictions:
         examples pooled.
 
         Args:
-            split: The split that was predicted.
+            split: The predicted split.
 
         Raises:
-            ValueError: The predictions are of another split, with other numbers of examples or
-                other labels, or of one client alone.
+            ValueError: The predictions are for another split, with other numbers of examples or
+                other labels, or for a single client.
         """
         return measured(*self.of_split(split)).summary()
 
     def named_sets(self) -> list[Any]:
-        """Return the conformal sets as the names of their classes, or their numbers where classes
-        have none, the most probable first.
+        """Return the conformal sets as names of classes, or numbers if classes have no names, the
+        most probable class first.
 
         Returns:
-            For one client a tuple for each row, for several a list of these for each client,
-            without padding; of rows with T labels each row has a list of T tuples.
+            For one client a tuple for each row, for several clients a list of these for each,
+            without padding; a row with T labels has a list of T tuples.
 
         Raises:
             ValueError: There are no sets.
@@ -210,11 +208,11 @@ class Predictions:
 
     @property
     def promise(self) -> float | None:
-        """Return the probability that sets or intervals promise, those of a likelihood that
-        predicts quantiles of one target too.
+        """Return the nominal coverage of sets or intervals, including those of a likelihood that
+        predicts quantiles of one target.
 
-        None without any, and for quantiles of several targets, which promise each target and not
-        all together.
+        None without any, and for quantiles of several targets, whose coverage is nominal for each
+        target and not jointly.
         """
         if self.level is not None or self.lower is None or self.lower.shape[-1] > 1:
             return self.level
@@ -222,8 +220,8 @@ class Predictions:
 
     def promised(self) -> tuple[Tensor, Tensor] | None:
         """Return for every row whether its set or interval contains the truth, [R] bool, and the
-        number of classes in the set, or the mean width of the intervals, [R] in float64; None where
-        there are none.
+        number of classes in the set, or the mean width of the intervals, [R] in float64; None
+        without sets or intervals.
         """
         if self.promise is None:
             return None
@@ -235,7 +233,7 @@ class Predictions:
         return held, self.sets.sum(-1).double()
 
     def of_split(self, split: ClientData) -> tuple["Predictions", Segments]:
-        """Return the rows with the labels or targets of a split, and whose they are.
+        """Return the rows with the labels or targets of a split, and their clients.
 
         Raises:
             ValueError: The predictions are not of this split.
@@ -260,7 +258,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "numbers": ("rmse", "nll", "crps", "coverage_50", "coverage_90", "width_90"),
     "intervals": ("rmse", "pinball", "coverage", "width", "interval_score"),
 }
-"""What is measured of every client, by what it predicts."""
+"""Names of the measures of every client, by the kind of prediction."""
 
 
 def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
@@ -271,8 +269,8 @@ def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
 
 
 def by_place(rows: Predictions, clients: Segments) -> tuple[Predictions, Segments, Tensor]:
-    """Return predictions in which each known label of a row is a row, whose these are, and the row
-    of each, [M] int64; where a row has one label, they are as they were.
+    """Return predictions with one row for each known label, their clients, and the original row of
+    each, [M] int64; unchanged if rows have one label.
 
     Args:
         rows: The predictions of rows, [R, ...].
@@ -287,7 +285,7 @@ def by_place(rows: Predictions, clients: Segments) -> tuple[Predictions, Segment
 
 
 def measured(rows: Predictions, clients: Segments) -> Measured:
-    """Compute every measure of every client that applies, by the labels of its rows.
+    """Compute every applicable measure of every client from the labels of its rows.
 
     Args:
         rows: The predictions of rows, [R, ...].
@@ -332,8 +330,8 @@ def padded(rows: Predictions, clients: Segments) -> Predictions:
 
 
 def broken(predictions: Tensors) -> Tensor:
-    """Say of which rows a prediction is not finite, [R] bool; its parts by their source do not
-    count.
+    """Return which rows have a prediction that is not finite, [R] bool; the epistemic and aleatoric
+    parts do not count.
 
     Args:
         predictions: The predictions by name, each [R, ...].
@@ -343,10 +341,10 @@ def broken(predictions: Tensors) -> Tensor:
 
 
 def present(t: Tensor | None) -> Tensor:
-    """Return a tensor that predictions must have.
+    """Return a tensor; None is an error.
 
     Raises:
-        ValueError: They lack it.
+        ValueError: It is None.
     """
     if t is None:
         raise ValueError(

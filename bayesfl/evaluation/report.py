@@ -45,7 +45,7 @@ _ACRONYMS = ("auroc", "crps", "ece", "f1", "mce", "nll", "rmse")
 @dataclass(frozen=True)
 @declared
 class Column:
-    """A column of a table: one quantity and the way it is shown.
+    """Describe a column of a table: one quantity and its format.
 
     Args:
         key: The quantity's name in the rows.
@@ -70,8 +70,8 @@ class Column:
 
 
 def better(key: str) -> Literal["higher", "lower"] | None:
-    """Say which values of a quantity of this name are best, whatever stands before the measure's
-    name; None where that is not known.
+    """Return which values of a quantity are best, from the measure's name at the end of its name;
+    None if unknown.
     """
     return next(
         (
@@ -124,8 +124,8 @@ def table(
         marks: Methods and keys, whose cells get a dagger in LaTeX.
 
     Returns:
-        What `print` shows as text, the best marked `*`, and `to_markdown` and `to_latex` write, the
-        best in bold. Methods whose means are printed alike share the mark of the best.
+        A table whose best values have `*` in text, and are bold in `to_markdown` and `to_latex`.
+        Methods whose printed means are equal share the mark.
     """
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     specs = [Column(c) if isinstance(c, str) else c for c in (keys if columns is None else columns)]
@@ -190,8 +190,7 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine and the versions with which a run or a benchmark is made, ready for
-    `write_json`.
+    """Return the machine and the versions of a run or a benchmark, ready for `write_json`.
 
     Returns:
         `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system,

@@ -1,7 +1,7 @@
-"""A client's own predictions after training, about which surveys ask.
+"""Clients' predictions after training, which surveys read.
 
-A step of calibration is a survey (`bayesfl.base.surveys`) with `settle(state, local)`, the client's
-own parameters, which never leave it, and `apply`.
+A step of calibration is a survey (`bayesfl.base.surveys`) with `apply` and `settle(state, local)`,
+which returns a client's own parameters; they never leave the client.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from bayesfl.evaluation.predictions import Predictions, broken, by_place, measur
 
 @dataclass(frozen=True)
 class Outputs:
-    """Describe what is predicted, as a survey receives it before it asks.
+    """Describe the predictions for a survey's start.
 
     Args:
         task: `classification` or `regression`.
@@ -36,18 +36,18 @@ class Outputs:
 
 @dataclass(frozen=True)
 class LocalPredictions:
-    """Hold what clients know of themselves when they are asked: predictions on the survey's split,
-    one client's rows after the other's, so that nothing is padded.
+    """Hold the predictions from which clients answer a survey: those on its split, one client's
+    rows after another's, without padding.
 
     Args:
         predictions: Predictions and labels of R rows, [R, ...], on the CPU.
-        clients: Whose the rows are: `clients.sum(values)` adds values [R, ...] up by client, [J,
-            ...], and `clients.owner` is the place of each row's client, [R]. A node has J = 1.
+        clients: The rows' clients: `clients.sum(values)` sums values [R, ...] by client, [J, ...],
+            and `clients.owner` is the index of each row's client, [R]. A node has J = 1.
         ids: The clients' numbers in the federation, [J].
         seed: The run's seed.
         round: Number of rounds done.
-        rows: A hash of the inputs of every row, [R] uint64, where a step draws a number for each;
-            None otherwise.
+        rows: Hash of the inputs of every row, [R] uint64, if a step draws a number for each;
+            otherwise None.
     """
 
     predictions: Predictions
@@ -65,13 +65,13 @@ class LocalPredictions:
         about: Mapping[str, Any],
         **known: Any,
     ) -> "LocalPredictions":
-        """Return the part of one client.
+        """Return the predictions of one client.
 
         Args:
             client: Its number.
             own: Its predictions, {name: [n, ...]}.
-            about: What `Predictions` holds beside tensors that are predicted.
-            known: What this holds beside predictions.
+            about: Arguments of `Predictions` that are not predicted tensors.
+            known: The other arguments.
         """
         n = len(own["epistemic"])
         given: dict[str, Any] = {**about, **{name: t.cpu() for name, t in own.items()}}
@@ -80,7 +80,7 @@ class LocalPredictions:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Return log probabilities in float64 [R, O], or [R, T, O]: NaN where a prediction is not
+        """Return log probabilities in float64, [R, O] or [R, T, O]; NaN where a prediction is not
         finite.
 
         Probabilities below the smallest normal number of their type count as that number.
@@ -93,7 +93,7 @@ class LocalPredictions:
         """Return the labels [R] or targets [R, ...].
 
         Raises:
-            ValueError: They are not known.
+            ValueError: The labels are unknown.
         """
         if self.predictions.labels is None:
             raise ValueError(
@@ -104,8 +104,8 @@ class LocalPredictions:
 
     @cached_property
     def places(self) -> "LocalPredictions":
-        """Return this with each known label of a row as a row; as it is where rows have one label,
-        or labels are not known.
+        """Return the same with one row for each known label; unchanged if rows have one label, or
+        labels are unknown.
         """
         probs, labels = self.predictions.probs, self.predictions.labels
         if probs is None or probs.dim() == 2 or labels is None:
@@ -116,18 +116,16 @@ class LocalPredictions:
 
     @cached_property
     def labelled(self) -> tuple[Tensor, Tensor, Segments]:
-        """Return logits [M, O] and labels [M] of all known labels of rows, and whose they are.
+        """Return logits [M, O] and labels [M] of all known labels of rows, and their clients.
 
         Raises:
-            ValueError: A prediction is not finite, or as by `labels` and `logits`.
+            ValueError: A prediction is not finite; or see `labels`.
         """
         self.refuse_broken(self.logits)
         return self.places.logits, self.places.labels.long(), self.places.clients
 
     def refuse_broken(self, found: Tensor) -> None:
-        """Raise ValueError, naming client and row, if what was found of rows, [R, ...], is not
-        finite somewhere.
-        """
+        """Raise ValueError with client and row if values of rows, [R, ...], are not all finite."""
         bad = broken({"found": found})
         if bad.any():
             row = int(bad.nonzero()[0])
@@ -136,15 +134,15 @@ class LocalPredictions:
             raise ValueError(
                 f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of "
                 f"row {row - int(self.clients.starts[place])} of {who}: the run diverged, so lower "
-                "its learning rate, or look at these inputs"
+                "its learning rate, or check these inputs"
             )
 
     def uniform(self, phase: int) -> Tensor:
-        """Return a number within (0, 1) for every row, [R] in float64: by the row's inputs, the
-        same whichever rows stand beside it.
+        """Return a random number within (0, 1) for every row, [R] in float64; it depends on the
+        row's inputs and not on other rows.
 
         Args:
-            phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
+            phase: 0 for rows of a survey, 1 for rows to which its result is applied.
         """
         keys = np.array(
             [
@@ -157,7 +155,7 @@ class LocalPredictions:
         return torch.from_numpy((drawn.astype(np.float64) + 0.5) / 2**52)
 
     def of_rows(self, own: Tensor) -> Tensor:
-        """Return clients' own numbers [J, K] for every row, with the axes of `logits`: [R, K], or
+        """Repeat clients' own numbers [J, K] for every row, with the axes of `logits`: [R, K], or
         [R, 1, K].
         """
         found = own[self.clients.owner]
@@ -171,7 +169,7 @@ class LocalPredictions:
         """Return the predictions with an axis of clients, padded to the longest, [J, N, ...].
 
         Raises:
-            MemoryError: They need more bytes than there are.
+            MemoryError: They exceed the free memory.
         """
         width = int(self.clients.counts.max())
         tensors = self.predictions.tensors.values()

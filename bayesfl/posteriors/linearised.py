@@ -20,7 +20,7 @@ Link = Literal["contrasts", "per_class"]
 
 
 def kappa(variance: Tensor) -> Tensor:
-    """Return the factor by which a logit with this variance shrinks, (1 + pi variance / 8)^(-1/2).
+    """Return the shrinkage factor of a logit with this variance, (1 + pi variance / 8)^(-1/2).
 
     It is the probit approximation of MacKay (1992), "The evidence framework", eq. 10.
     """

@@ -1,6 +1,4 @@
-"""The mean-field Gaussian posterior, in which every weight has its own mean and standard
-deviation.
-"""
+"""The mean-field Gaussian posterior, with a mean and a standard deviation for each weight."""
 
 import math
 from dataclasses import dataclass

@@ -52,7 +52,7 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
 
 @declared
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Tensor:
-    """Fit only the mixture weights pi [..., M] by EM, from equal ones: a concave problem, in which
+    """Fit only the mixture weights pi [..., M] by EM, from equal ones. The problem is concave, and
     the likelihood never decreases.
 
     Args:

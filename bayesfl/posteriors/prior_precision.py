@@ -83,7 +83,7 @@ def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor
         centre: See `by_evidence`.
 
     Raises:
-        ValueError: `fitted` is for a subnetwork, in which some layers have no weights; or see
+        ValueError: `fitted` is for a subnetwork, where some layers have no weights; or see
             `by_evidence`.
 
     Source: MacKay, as for `best_precision`.

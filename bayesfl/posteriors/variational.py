@@ -26,7 +26,7 @@ from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import Count, Natural, Positive, declared
-from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.base.protocols import Likelihood, Posterior, Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.batches import Data
 from bayesfl.models.copies import duplicate
@@ -145,7 +145,7 @@ class Variational(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class Family(ABC):
+class Family(Posterior, ABC):
     """Define a family of Gaussians over weights with reparametrised draws, for posteriors of a
     federation's block and for `fit` to one module.
 
@@ -155,33 +155,13 @@ class Family(ABC):
 
     init_scale: Positive = 0.1
 
-    @abstractmethod
-    def init(self, loc: Tensor) -> Tensors:
-        """Return the posterior with centre `loc` [..., D], which it aliases, and standard deviation
-        `init_scale` everywhere.
-        """
-
     def noise_size(self, size: int) -> int:
         """Return the number of standard normals for one draw of `size` weights."""
         return size
 
     @abstractmethod
-    def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
-        """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean
-        if `noise` is None.
-        """
-
-    @abstractmethod
     def log_density(self, q: Tensors, w: Tensor) -> Tensor:
         """Compute log q(w) [...] in nats at weights `w` [..., D]."""
-
-    @abstractmethod
-    def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of each weight, [..., D] each."""
-
-    @abstractmethod
-    def entropy(self, q: Tensors) -> Tensor:
-        """Compute the differential entropy [...] in nats."""
 
     @abstractmethod
     def natural(self, q: Tensors) -> tuple[Tensor, Tensor]:

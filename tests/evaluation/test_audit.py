@@ -143,7 +143,7 @@ def test_who_is_below_the_promise():
     )
     # .85 of 200 is not beyond chance, among two.
     assert dataclasses.replace(found, held=np.array([170, 184])).below == ()
-    assert "below the promise: ['b']" in repr(found)
+    assert repr(found) == found.table()
 
 
 def test_labels_of_an_example_are_places():

@@ -114,6 +114,7 @@ def test_risk_coverage_by_hand():
     """Right, wrong, right, wrong by rising doubt: risks 0, 1/2, 1/3, 2/4."""
     score, right = row(0.1, 0.2, 0.3, 0.4), torch.tensor([[True, False, True, False]])
     curve = detection.risk_coverage(score, right, full(score))
+    assert detection.risk_coverage(score, right.int(), full(score)).aurc == curve.aurc
     np.testing.assert_allclose(curve.coverage, [0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 2 / 4])
     assert curve.aurc == pytest.approx((1 / 2 + 1 / 3 + 2 / 4) / 4)
@@ -162,22 +163,18 @@ def test_errors_name_the_remedy():
     inside, outside, inside_mask, outside_mask = pair()
     score, right, mask = selective()
     for call, message in (
-        (
-            lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask),
-            r"inside, inside_mask must be \[J, N\]",
-        ),
+        (lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask), r"mask must be"),
         (
             lambda: detection.auroc(inside, outside, outside_mask, outside_mask),
-            r"'inside': \[4, 50\], 'inside_mask': \[4, 70\]",
+            r"mask must be .*\[4, 50\].*got shape \[4, 70\]",
         ),
         (
             lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask),
-            "inside_mask must be bool",
+            "mask must be bool",
         ),
-        (lambda: detection.risk_coverage(score, right.int(), mask), "right must be bool"),
         (
             lambda: detection.risk_coverage(score, right[1:], mask),
-            r"'score': \[4, 40\], 'right': \[3, 40\]",
+            r"right must be .*\[4, 40\].*got shape \[3, 40\]",
         ),
         (lambda: detection.risk_coverage(score, right, full(mask)), "score is NaN.*plug-in"),
     ):

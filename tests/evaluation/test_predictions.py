@@ -83,7 +83,7 @@ def test_what_is_printed_is_short():
     mask = torch.arange(4) < torch.tensor([[2], [4]])
     drawn = Predictions(mask, torch.zeros(2, 4), probs=torch.full((2, 4, 3), 1 / 3))
     shown = "Predictions(2 clients of 2 to 4 examples; epistemic [2, 4], probs [2, 4, 3]"
-    assert repr(drawn) == f"{shown}; averaged over draws or a closed form)"
+    assert repr(drawn) == f"{shown})"
     assert repr(drawn.client(1)).startswith("Predictions(4 examples; ")
     plain = Predictions(mask, torch.full((2, 4), torch.nan), probs=torch.full((2, 4, 3), 1 / 3))
     assert repr(plain) == "Predictions(2 clients of 2 to 4 examples; probs [2, 4, 3])"

@@ -1,4 +1,4 @@
-"""Abstention: a threshold of doubt below which the share of wrong answers is bounded."""
+"""Abstention: a threshold of doubt that bounds the share of wrong answers."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 THRESHOLDS = 200
-"""Number of thresholds that are tested, from `risk` to 1 in equal steps."""
+"""Number of tested thresholds, from `risk` to 1 in equal steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +27,20 @@ class Abstention:
     most `risk` of the answers are wrong.
 
     Thresholds are fixed beforehand, from doubt = `risk` upwards, and tested in sequence on all
-    clients' rows together: is the Clopper-Pearson bound, at 1 - `delta`, of the share of wrong
-    answers at most `risk`? The last threshold before the first failure is taken. The true share of
-    wrong answers is then at most `risk` with a probability of at least 1 - `delta` over the data
-    (Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then test", Annals of Applied Statistics
-    19, 2025, fixed-sequence testing). This holds for all clients' rows together; a client's own
-    share may be higher, see the column `answered_accuracy` of `Predictions.table`.
+    clients' rows together: a test passes if the Clopper-Pearson bound, at 1 - `delta`, of the share
+    of wrong answers is at most `risk`. The last threshold before the first failure is used. The
+    true share of wrong answers is then at most `risk` with a probability of at least 1 - `delta`
+    over the data (Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then test", Annals of Applied
+    Statistics 19, 2025, fixed-sequence testing). This holds for all clients' rows together; a
+    client's own share may be higher, see the column `answered_accuracy` of `Predictions.table`.
 
     Fit a `Temperature` before: with calibrated probabilities the first test should pass. The
     test needs at least log(delta) / log(1 - risk) rows, 59 for 5 % and 5 %.
 
     Args:
-        risk: Largest share of wrong answers, in (0, 1).
-        delta: Probability that the bound fails, in (0, 1).
-        split: The split on which thresholds are tested, to which nothing else was fitted.
+        risk: Maximum share of wrong answers, in (0, 1).
+        delta: Maximum probability that the bound fails, in (0, 1).
+        split: The split for the tests, to which nothing else was fitted.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, validation=0.2, calibration=0.3)
@@ -61,14 +61,14 @@ class Abstention:
         """Return the thresholds.
 
         Raises:
-            ValueError: What is predicted has no classes.
+            ValueError: The predictions have no classes.
         """
         refuse_numbers(self, outputs)
         return {"thresholds": torch.linspace(self.risk, 1.0, THRESHOLDS, dtype=torch.float64)}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the counts of rows, and of wrong ones, between each threshold and
-        the one before.
+        """Return the shapes of the counts of rows, and of wrong predictions, between each threshold
+        and the preceding one.
         """
         return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
 
@@ -91,7 +91,7 @@ class Abstention:
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the last threshold before the first test that fails, -inf if that is the first."""
+        """Return the last threshold before the first failing test; -inf if the first test fails."""
         n, wrong = total["n_rows"].cumsum(0).numpy(), total["n_wrong"].cumsum(0).numpy()
         passes = torch.from_numpy(upper_bound(wrong, n, self.delta) <= self.risk)
         good = int(passes.long().cumprod(0).sum())
@@ -108,15 +108,15 @@ class Abstention:
         return {"threshold": threshold}, True
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
-        """Return nothing, as the threshold is one for all."""
+        """Return nothing, because all clients have the same threshold."""
         return {}
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
-        """Return predictions that say which rows are `answered`."""
+        """Return predictions with `answered`."""
         answered = _doubt(local.logits) <= state["threshold"]
         return replace(local.predictions, answered=answered, risk=self.risk)
 
 
 def _doubt(logits: Tensor) -> Tensor:
-    """Return 1 less the largest probability, [...], of log probabilities [..., O]."""
+    """Return 1 minus the largest probability, [...], from log probabilities [..., O]."""
     return 1 - logits.softmax(-1).amax(-1)

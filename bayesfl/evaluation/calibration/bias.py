@@ -1,4 +1,4 @@
-"""A bias on the logits of each client, under a prior whose variance all clients tell."""
+"""A bias on the logits of each client, under a prior with an estimated variance."""
 
 import math
 from collections.abc import Mapping
@@ -20,38 +20,38 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 _STEPS = 100
 _HALVINGS = 30
 _ENOUGH = 1e-10
-"""Largest slope, in nats, at which Newton's steps end."""
+"""Largest slope, in nats, at which Newton's method counts as converged."""
 _ROUNDING = 1e-13
-"""Share of a loss that a step may seem to add to it, by floating-point error."""
+"""Relative increase of a loss that is attributed to floating-point error."""
 
 
 LEAST, LARGEST = 1e-4, 1e2
 """Smallest and largest prior variance considered."""
 RISE = 1e-3
-"""Smallest rise of a client's mean loss, in nats, for which it keeps 0."""
+"""Smallest increase of a client's mean loss, in nats, at which it keeps 0."""
 MOST, _CLOSE = 20, 0.02
-"""Questions at most, and the step of the variance's logarithm at which they end."""
+"""Maximum number of questions, and the step of the variance's logarithm at which they end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Bias:
-    """Add a vector b_j [O] to each client's logits, for classes that are more frequent at one
-    client than at others.
+    """Add a vector b_j [O] to each client's logits, for clients whose class frequencies differ.
 
     b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2v over the client's examples, z_i the
-    logits after the steps before. The prior variance v maximises the clients' marginal likelihood
-    by Laplace: v = sum_j |b_j|^2 / sum_j tr(H_j (H_j + I / v)^-1), H_j the curvature at b_j
-    (MacKay, "Bayesian interpolation", Neural Computation 4, 1992). Some five questions find it;
-    each adds two numbers a client. Where clients are alike, v is near 0 and so is every b.
+    logits after the preceding steps. The prior variance v maximises Laplace's approximation of the
+    clients' marginal likelihood: v = sum_j |b_j|^2 / sum_j tr(H_j (H_j + I / v)^-1), H_j the
+    curvature at b_j (MacKay, "Bayesian interpolation", Neural Computation 4, 1992). About five
+    questions find it; each needs two numbers from every client. If clients are alike, v and every b
+    are near 0.
 
-    A client keeps b_j = 0, with a warning, where its own rows speak against one: fitted to every
-    second row, b raises the mean loss of the others by more than two standard errors, and by more
-    than 0.001 nats. A client without examples has 0, too.
+    A client keeps b_j = 0, with a warning, if a bias does not generalise to its own rows: fitted to
+    every second row, b increases the mean loss of the others by more than two standard errors, and
+    by more than 0.001 nats. A client without examples also has 0.
 
     Args:
-        split: The split that it is fitted to.
-        variance: The prior variance v; None to estimate it. With a number nothing is sent.
+        split: The split for the fit.
+        variance: The prior variance v; None to estimate it. With a number, clients send nothing.
 
     Example:
         >>> clients = bf.data.label_groups("digits", clients=4, validation=0.2)
@@ -66,10 +66,10 @@ class Bias:
     variance: Annotated[float | None, Range(0)] = None
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return the variance at first, 1 where it is to be estimated, and how far it moved.
+        """Return the initial variance, 1 if it is estimated, and the state of its secant steps.
 
         Raises:
-            ValueError: What is predicted has no classes.
+            ValueError: The predictions have no classes.
         """
         refuse_numbers(self, outputs)
         first = {"variance": 1.0 if self.variance is None else self.variance}
@@ -77,8 +77,8 @@ class Bias:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of |b|^2 and of the number of parameters that the rows determine;
-        nothing is asked where the variance is given.
+        """Return the shapes of |b|^2 and of the number of parameters that the rows determine; no
+        question if the variance is given.
         """
         asked = {"square": NotNegative(), "determined": NotNegative()}
         return asked if self.variance is None else {}
@@ -91,8 +91,8 @@ class Bias:
         return {"square": b.square().sum(-1), "determined": (1 - left).sum(-1).clamp_min(0)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the next variance, by the secant of how far that of the formula is from the last;
-        with that, whether it is the last.
+        """Return the next variance, by a secant step on the change that the formula gives, and
+        whether it is the last.
         """
         if self.variance is not None:
             return state, True
@@ -139,9 +139,9 @@ class Bias:
 def _fitted(
     logits: Tensor, labels: Tensor, clients: Segments, variance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return every client's b [J, O], and the curvature there, the prior's among it, [J, O, O].
+    """Return every client's b [J, O], and the curvature there, including the prior's, [J, O, O].
 
-    The objective is strictly concave; Newton's steps are halved until they improve it.
+    The objective is strictly convex; Newton's steps are halved until they decrease it.
     """
     counts, owner = clients.counts.tolist(), clients.owner
     seen = clients.count(labels, logits.shape[-1])

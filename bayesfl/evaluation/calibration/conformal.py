@@ -1,5 +1,5 @@
-"""Conformal sets and intervals of each client, whose threshold is its own scores' and the
-federation's together.
+"""Conformal sets and intervals of each client, with thresholds from its own scores and the
+federation's.
 """
 
 import math
@@ -26,8 +26,8 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 By: TypeAlias = Literal["client", "label"]
 HISTOGRAM_BINS = 1024
-"""Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper
-end is at most a bin too large.
+"""Number of bins of the histogram of the federation's scores; a threshold at a bin's upper end is
+at most one bin too large.
 """
 OCTAVES = 64
 """Scores of numbers are first counted up to each of these powers of 2, from 2^-32, which gives
@@ -35,13 +35,11 @@ the histogram its range.
 """
 _POWERS_OF_2 = 2.0 ** (torch.arange(OCTAVES, dtype=torch.float64) - OCTAVES // 2)
 TAIL = 128
-"""Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to
-the largest power of 2.
+"""Number of bins for large scores of numbers beyond the equal bins; their ends grow by a constant
+factor up to the largest power of 2.
 """
 _BEYOND = 0.5
-"""Share of the scores that a set may miss, of which so much may lie beyond the equal bins, as
-outliers do.
-"""
+"""Maximum share of scores beyond the equal bins, such as outliers, as a multiple of 1 - level."""
 _DECIMALS = 6
 _SLACK = 1e-6  # of scores of classes: less is rounding, in float32, of scores that are equal
 _ROUNDING = (
@@ -55,35 +53,34 @@ class Conformal:
     """Make a prediction set, or for regression an interval, that contains the truth with
     probability `level`.
 
-    A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the
-    share F(s) of all clients' N scores up to s, and n0 = `shrink`,
+    A set contains all values whose score is at most the client's threshold t_j. With its own n_j
+    scores s_ij, the share F(s) of all clients' N scores up to s, and n0 = `shrink`,
 
         t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1 + n0 / N) },
 
-    which is everything where no s suffices. All clients' scores count as n0 together, the client's
-    own as 1 each beside, and the new example's as a score of its own, 1 + n0 / N. No score then
-    weighs more than the new one's, so that, if all clients are alike, coverage is at least `level`
-    however few scores there are: Barber, Candès, Ramdas and Tibshirani, "Conformal prediction
-    beyond exchangeability", Annals of Statistics 51, 2023, theorem 2, which also bounds what
-    foreign scores cost otherwise. `shrink=0` uses the
-    client's own scores alone, and promises `level` to each; a client with fewer than level / (1 -
-    level) gets everything. `shrink=math.inf` uses all scores as if of one source. n0 has to be
-    fixed before the scores are seen.
+    which is everything if no s suffices. All clients' scores together have weight n0, each of the
+    client's own weight 1 in addition, and the new example's score weight 1 + n0 / N. No score has a
+    larger weight than the new one, so that, if all clients have the same distribution, coverage is
+    at least `level` for any number of scores: Barber, Candès, Ramdas and Tibshirani, "Conformal
+    prediction beyond exchangeability", Annals of Statistics 51, 2023, theorem 2, which also bounds
+    the loss of coverage otherwise. `shrink=0` uses only the client's own scores, and guarantees
+    `level` for each client; a client with fewer than level / (1 - level) scores gets everything.
+    `shrink=math.inf` uses all scores as if from one source. n0 must be fixed before the scores are
+    seen.
 
-    The federation's scores are known as a histogram, whose bins count at their upper ends:
-    thresholds can only be larger for it, by at most a bin. The client's own are exact. Sets are
-    often empty where a model is right more often than `level` says: then no class fits as well as
-    true ones did. `never_empty` adds the most probable class, which only raises coverage.
+    The federation's scores are summarised by a histogram, whose scores count at the upper ends of
+    bins; this makes thresholds larger by at most one bin. The client's own scores are exact. Sets
+    are often empty if a model's accuracy exceeds `level`: then no class fits as well as true ones
+    did. `never_empty` adds the most probable class, which only raises coverage.
 
     Args:
         level: Guaranteed coverage, in (0, 1).
-        score: What is compared, of classes, see `class_scores`; numbers have one score, see
-            `number_scores`.
+        score: Score of classes, see `class_scores`; numbers have one score, see `number_scores`.
         shrink: n0, >= 0, in examples.
-        by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds
-            for examples of each class.
-        never_empty: Whether sets of classes hold at least the most probable class.
-        split: The split whose scores are used, to which nothing else was fitted.
+        by: One threshold for each `client`, or for each client and `label`; then `level` holds for
+            examples of each class.
+        never_empty: Whether sets of classes contain at least the most probable class.
+        split: The split for the scores, to which nothing else was fitted.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, calibration=0.2)
@@ -105,12 +102,12 @@ class Conformal:
 
     @property
     def draws(self) -> bool:
-        """Return whether the score has a random term, drawn for every row by its inputs."""
+        """Return whether the score has a random term, which depends on the row's inputs."""
         return self.score != "lac"
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range
-        is asked first.
+        """Return the ends of the histogram's bins for classes; for numbers none, because the first
+        question determines their range.
         """
         if outputs.task == "classification":
             return {
@@ -120,8 +117,8 @@ class Conformal:
         return {"groups": torch.tensor(1)}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by
-        their power of 2.
+        """Return the shape of counts of scores, in each bin and beyond the last, or of counts of
+        numbers' scores by power of 2.
         """
         if "edges" not in state:
             return {"n_powers": (2, OCTAVES + 1)}
@@ -140,8 +137,7 @@ class Conformal:
         return {name: clients.count(group * size + place, groups * size).view(-1, groups, size)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the bins' ends once the range is known, then their counts, after which nothing is
-        left to ask.
+        """Return the bins' ends once the range is known; then their counts, and end.
 
         Raises:
             ValueError: No client has an example.
@@ -169,11 +165,11 @@ class Conformal:
         return state | {"counts": total["n_scores"]}, True
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
-        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
+        """Return the clients' thresholds, [J, G], infinite if a set contains everything, and the
         numbers of their own scores [J, G].
 
-        For alarms, which compare rows to come with these, also `scores` as of `scored` and
-        `epistemic` of every row, [J, N], NaN for none.
+        For alarms, which compare later rows with these, also `scores`, see `scored`, and
+        `epistemic` of every row, [J, N], NaN for padding.
         """
         scores, group, clients = self._scores(local)
         found, groups = [], int(state["groups"])
@@ -189,15 +185,15 @@ class Conformal:
         }
 
     def scored(self, local: LocalPredictions) -> Tensor:
-        """Return the scores of labels or targets, [M] in float64, by which an alarm compares rows;
-        with u = 1/2 for those that draw.
+        """Return the scores of labels or targets for alarms, [M] in float64; with u = 1/2 if scores
+        have a random term.
 
-        Scores of classes are rounded: where a model is sure, floating-point error would otherwise
-        decide which row is stranger, and rows that are predicted one by one might have another
-        error than calibration rows, which are predicted together.
+        Scores of classes are rounded: for a confident model, floating-point error would otherwise
+        decide which row is more unusual, and rows predicted one by one may have another error than
+        calibration rows, which are predicted together.
 
         Raises:
-            ValueError: Labels or targets are not known, or a prediction is not finite.
+            ValueError: Labels or targets are unknown, or a prediction is not finite.
         """
         scores, _, _ = self._scores(local, 0.5)
         return scores if local.predictions.probs is None else scores.round(decimals=_DECIMALS)
@@ -223,8 +219,8 @@ class Conformal:
     def _scores(
         self, local: LocalPredictions, u: float | None = None
     ) -> tuple[Tensor, Tensor, Segments]:
-        """Return scores [M], the group of each, and whose they are; by one draw u for all, or those
-        of calibration rows.
+        """Return scores [M], the group of each, and their clients; with one draw u for all, or the
+        draws of calibration rows.
         """
         if local.predictions.probs is None:
             scores = number_scores(local.predictions, local.labels)
@@ -245,8 +241,8 @@ def _ends(low: float, high: float, bins: int) -> Tensor:
 
 
 def epistemic_score(local: LocalPredictions) -> Tensor:
-    """Return the epistemic uncertainty of every known label of rows, [M] in float64, of classes
-    rounded as `Conformal.scored`; NaN for none.
+    """Return the epistemic uncertainty of every known label of rows, [M] in float64, for classes
+    rounded as in `Conformal.scored`; NaN if there is none.
     """
     found = local.places.predictions.epistemic.flatten().double()
     return found if local.predictions.probs is None else found.round(decimals=_DECIMALS)
@@ -255,19 +251,19 @@ def epistemic_score(local: LocalPredictions) -> Tensor:
 def thresholds(
     scores: Tensor, clients: Segments, edges: Tensor, counts: Tensor, *, level: float, shrink: float
 ) -> Tensor:
-    """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits
+    """Return each client's threshold, [J] in float64, see `Conformal`; infinite if sets contain
     everything.
 
-    It is one of the client's own scores, or the first end of a bin at which all clients' share
-    reaches what the own scores up to it leave.
+    It is one of the client's own scores, or the end of the first bin at which the weighted share of
+    all clients' scores reaches the remainder.
 
     Args:
         scores: The clients' own scores, [R].
-        clients: Whose these are.
+        clients: Their clients.
         edges: Upper ends of the bins of all clients' scores, [B], ascending.
         counts: Number of all clients' scores in each bin, and beyond the last, [B + 1].
-        level: Probability with which a set is to hold the truth.
-        shrink: n0; `math.inf` for all clients' scores as if of one source.
+        level: Nominal coverage of the sets.
+        shrink: n0; `math.inf` for all clients' scores as if from one source.
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(len(clients)).clone()
@@ -290,7 +286,7 @@ def thresholds(
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
-    """Return the threshold of all clients' scores as if of one source."""
+    """Return the threshold from all clients' scores as if from one source."""
     enough = counts[:-1].cumsum(0) >= level * (counts.sum() + 1) - _ROUNDING
     return torch.cat([edges[enough], edges.new_tensor([math.inf])]).min()
 

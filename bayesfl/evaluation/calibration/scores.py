@@ -1,5 +1,5 @@
-"""Nonconformity scores: how badly a class or a number fits a prediction. A conformal set contains
-what scores at most a threshold.
+"""Nonconformity scores of classes and numbers. A conformal set contains all values whose score is
+at most a threshold.
 """
 
 from typing import Literal, TypeAlias
@@ -17,14 +17,14 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the score of every class, [..., O] in float64, of probabilities [..., O].
 
     `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on
-    average. `aps` is the probability of all classes more probable than c, and u times that of c
-    (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the difficulty of
-    an example; they are larger than those of `lac`.
+    average. `aps` is the total probability of all classes more probable than c, plus u times that
+    of c (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the
+    difficulty of an example; they are larger than those of `lac`.
 
     Args:
-        score: One of the two.
-        probs: Probabilities of classes; rows of NaN give NaN.
-        uniform: Draws u within (0, 1), [...]; `lac` reads none.
+        score: The kind of score.
+        probs: Probabilities of classes; the scores of a row with NaN are NaN.
+        uniform: Draws u within (0, 1), [...]; not used by `lac`.
     """
     probs = probs.double()
     if score == "lac":
@@ -37,12 +37,12 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
-    """Return the score of targets [R, O] under predicted numbers, the largest of an example's, [R]
-    in float64.
+    """Return the largest score of each example's targets [R, O] under predicted numbers, [R] in
+    float64.
 
-    |y - m| / s of a mean m and a standard deviation s (Lei, G'Sell, Rinaldo, Tibshirani and
-    Wasserman, JASA 113, 2018); of intervals max(lower - y, y - upper), which is negative inside
-    (Romano, Patterson and Candès, NeurIPS 2019).
+    The score is |y - m| / s for a mean m and a standard deviation s (Lei, G'Sell, Rinaldo,
+    Tibshirani and Wasserman, JASA 113, 2018); and for intervals max(lower - y, y - upper), which is
+    negative inside (Romano, Patterson and Candès, NeurIPS 2019).
     """
     y = targets.double().reshape(len(predictions.mask), -1)
     if predictions.variance is None:
@@ -55,8 +55,8 @@ def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
 
 
 def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower and upper ends, [R, O], of the numbers that score at most a row's threshold
-    [R]; crossed ends meet.
+    """Return the lower and upper ends, [R, O], of the numbers whose score is at most a row's
+    threshold [R]; crossed ends are set to their middle.
     """
     t = threshold.unsqueeze(-1)
     if predictions.variance is None:

@@ -1,4 +1,4 @@
-"""Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
+"""Steps of calibration: surveys whose result changes predictions, fitted one after another."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 @runtime_checkable
 class Step(Survey[LocalPredictions], Protocol):
-    """A survey whose result is applied to predictions.
+    """Define the interface of a survey whose result is applied to predictions.
 
-    A step may say `draws = True`, and is then given `LocalPredictions.rows`; and `last = True` if
-    it makes sets or answers of the probabilities, which others then change no more.
-    docs/howto/extending.md writes one.
+    A step with `draws = True` receives `LocalPredictions.rows`. A step with `last = True` makes
+    sets or answers from the probabilities, and no step that changes these may follow. See
+    docs/howto/extending.md for an example.
 
     Example:
         >>> isinstance(bf.calibration.Temperature(), bf.calibration.Step)
@@ -27,7 +27,7 @@ class Step(Survey[LocalPredictions], Protocol):
     """
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
-        """Return the clients' own parameters, [J, ...], by the survey's last state."""
+        """Return the clients' own parameters, [J, ...], from the survey's last state."""
         ...
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
@@ -36,20 +36,20 @@ class Step(Survey[LocalPredictions], Protocol):
         Args:
             state: The survey's last state.
             own: The clients' own parameters, [J, ...].
-            local: The predictions to change, and whose they are; labels are not read.
+            local: The predictions to change, with their clients; labels are not read.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A step with what it has learnt.
+    """Hold a fitted step.
 
     Args:
         step: The step.
-        state: What all clients know, as a pooled temperature or the histogram of all scores.
-        own: The clients' own parameters, [J, ...], which never leave them.
-        reading: How the method predicted when the step was fitted; None where that is not known.
+        state: The common state, such as a pooled temperature or the histogram of all scores.
+        own: The clients' own parameters, [J, ...], which never leave the clients.
+        reading: The method's way of predicting at the fit; None if unknown.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
@@ -72,22 +72,22 @@ class Fitted:
         return f"Fitted({self.step}; {kept})"
 
     def apply(self, local: LocalPredictions) -> LocalPredictions:
-        """Return predictions as the step changes them, with whose they are."""
+        """Return the predictions as changed by the step, with their clients."""
         return replace(local, predictions=self.step.apply(self.state, self.own, local))
 
     def of(self, rows: Tensor) -> "Fitted":
-        """Return the step as some clients know it, by their places [C]."""
+        """Return the step for some clients, by their indices [C]."""
         return replace(self, own={name: t[rows] for name, t in self.own.items()})
 
 
 def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None = None) -> Fitted:
-    """Fit a step to clients' predictions on its split, after the steps before it.
+    """Fit a step to clients' predictions on its split, as changed by the preceding steps.
 
     Args:
         step: The step.
         local: The predictions, and whose they are.
         outputs: What is predicted.
-        ask: How questions are put; None adds the answers of `local`.
+        ask: Function that asks a question; None adds the answers of `local`.
 
     Raises:
         ValueError: The step does not fit such predictions, or a prediction is not finite.
@@ -105,10 +105,10 @@ def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None =
 
 
 def refuse_numbers(step: object, outputs: Outputs) -> None:
-    """Refuse predictions of numbers, for a step that works on probabilities of classes.
+    """Raise ValueError for a regression, for a step that needs probabilities of classes.
 
     Raises:
-        ValueError: What is predicted has no classes.
+        ValueError: The predictions have no classes.
     """
     if outputs.task != "classification":
         raise ValueError(
@@ -118,7 +118,7 @@ def refuse_numbers(step: object, outputs: Outputs) -> None:
 
 
 def refuse_empty(split: str, examples: Tensor) -> None:
-    """Refuse a split of which no client has an example, by the number of all clients' examples.
+    """Raise ValueError for a split without examples, given the number of all clients' examples.
 
     Raises:
         ValueError: No client has one.
@@ -130,19 +130,17 @@ def refuse_empty(split: str, examples: Tensor) -> None:
 
 
 def ends(step: Step) -> bool:
-    """Return whether a step leaves probabilities as they are, so that none which changes them may
-    follow.
-    """
+    """Return whether no step that changes probabilities may follow this one."""
     return getattr(step, "last", False)
 
 
 def any_draws(steps: "Iterable[Step]") -> bool:
-    """Return whether one of some steps draws a number for every row, by its inputs."""
+    """Return whether any step draws a number for every row."""
     return any(getattr(step, "draws", False) for step in steps)
 
 
 def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
-    """Apply all steps to local predictions, one after the other.
+    """Apply all steps to local predictions, one after another.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
@@ -159,8 +157,8 @@ def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPrediction
 
 
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:
-    """Return predictions with the probabilities of these logits; the epistemic part stays, capped
-    at the entropy of these.
+    """Return predictions with the probabilities of these logits; the epistemic part is capped at
+    their entropy.
     """
     probs = logits.softmax(-1).to(present(predictions.probs))
     return replace(

@@ -1,5 +1,5 @@
-"""Temperature scaling as a survey: one temperature of all clients by Newton on sums, and each
-client's own shrunk to it.
+"""Temperature scaling as a survey: a pooled temperature by Newton's method on sums, and each
+client's own, shrunk towards it.
 """
 
 import math
@@ -22,27 +22,27 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.posteriors.linearised import as_labels
 
 COLDEST, HOTTEST = 0.05, 20.0
-"""Smallest and largest temperature considered. If every prediction is right, the likelihood alone
-has no optimum: it is best at 0.
+"""Smallest and largest temperature considered. If every prediction is right, the likelihood
+increases down to 0.
 """
 CONVERGED = 2e-16
-"""Newton's steps end where g^2 <= CONVERGED n h: what is left to gain is far below the rounding of
-n examples' losses.
+"""Newton's method counts as converged if g^2 <= CONVERGED n h: the remaining gain is far below the
+rounding error of n examples' losses.
 """
-TEMPERATURES = 61
-"""Temperatures tried before the best is refined; each is 10 % above the one before."""
+GRID = torch.linspace(math.log(COLDEST), math.log(HOTTEST), 61, dtype=torch.float64)
+"""Logarithms of the temperatures that are tried before the best is refined; each temperature is
+10 % above the one before.
+"""
 _STEPS = 48
 _ENOUGH = 1e-13
-"""Largest change of log T at which Newton's steps, or halvings, for a client's own
-temperature end.
-"""
+"""Largest change of log T at which a client's own temperature counts as converged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Temperature:
     """Divide logits by a temperature T that minimises the negative log likelihood of held-out
-    labels; the order of classes stays.
+    labels; the order of classes does not change.
 
     The pooled temperature T_0 = 1 / beta is found by Newton's method on sums over all examples of
     the slope g and the curvature h of the negative log likelihood in beta, which is convex, within
@@ -50,15 +50,15 @@ class Temperature:
 
         sum_i nll_i(T) + 1/2 strength I (log T - log T_0)^2,
 
-    a Gaussian prior on log T as precise as the information in `strength` average examples, I of one
-    about log T at T_0 (Kass and Wasserman, JASA 90, 1995). So a client whose n examples are like
-    all others' is moved n / (n + strength) of the way to its own optimum.
+    a Gaussian prior on log T with the precision of `strength` average examples, whose information
+    about log T at T_0 is I (Kass and Wasserman, JASA 90, 1995). A client with n average examples
+    therefore moves n / (n + strength) of the way to its own optimum.
 
     Args:
-        split: The split that it is fitted to.
-        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf`
-            gives every client the pooled one, 0 each its own alone, which is an end of the range,
-            0.05, where all of its labels are the most probable classes.
+        split: The split for the fit.
+        strength: Weight of the pooled temperature in a client's, in examples, >= 0. With `math.inf`
+            every client has the pooled one; with 0 each has its own optimum, which is 0.05, an end
+            of the range, if all of its labels are the most probable classes.
 
     References:
         Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
@@ -78,19 +78,19 @@ class Temperature:
     strength: Annotated[float, Range(0, math.inf, "[]")] = 10.0
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return beta = 1, and the bracket within which it is sought: the largest beta tried that
-        was too small and the smallest that was too large, 0 and infinity as none was tried.
+        """Return beta = 1, and the bracket of the search: the largest beta known to be too small
+        and the smallest known to be too large, initially 0 and infinity.
 
         Raises:
-            ValueError: What is predicted has no classes.
+            ValueError: The predictions have no classes.
         """
         refuse_numbers(self, outputs)
         found = {"beta": 1.0, "low": 0.0, "high": math.inf, "information": 0.0, "bounded": 1.0}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of g, h, and the numbers of examples and of those whose label is not
-        the most probable class.
+        """Return the shapes of g, h, the number of examples, and the number whose label is not the
+        most probable class.
         """
         return {"g": (), "h": NotNegative(), "n_examples": (), "n_wrong": ()}
 
@@ -110,8 +110,8 @@ class Temperature:
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the next beta: Newton's; where that leaves the bracket its end, if that was not
-        tried, or its middle.
+        """Return the next beta: Newton's, or if that leaves the bracket, its end if not yet tried,
+        otherwise its middle.
 
         Raises:
             ValueError: No client has an example.
@@ -120,7 +120,7 @@ class Temperature:
         g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
         refuse_empty(self.split, total["n_examples"])
         now = state | {"information": state["beta"].square() * total["h"] / n}
-        if g == h == 0:  # no prediction separates the classes, and no temperature changes one
+        if g == h == 0:  # no prediction separates the classes, so no temperature has an effect
             return now, True
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
@@ -146,7 +146,7 @@ class Temperature:
             + (
                 "every label, or nearly so, is the most probable class"
                 if beta > 1
-                else "predictions say nothing about the labels"
+                else "predictions contain no information about the labels"
             ),
         )
         return now | {
@@ -161,10 +161,7 @@ class Temperature:
             return {"temperature": pooled.clone()}
         logits, labels, clients = local.labelled
         logits = logits - logits.amax(-1, keepdim=True)
-        grid = torch.linspace(
-            math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
-        )
-        scored = Tempered(logits.T.contiguous(), labels, clients, grid)
+        scored = Tempered(logits.T.contiguous(), labels, clients, GRID)
         own = scored.minimise(
             pooled.log(), self.strength * state["information"].expand(len(pooled))
         )
@@ -177,22 +174,21 @@ class Temperature:
 
 
 def temperature(logits: Tensor, y: Tensor) -> float:
-    """Return the temperature T of one model, which minimises the negative log likelihood of
-    softmax(logits / T) at held-out labels.
+    """Return the temperature T that minimises the negative log likelihood of softmax(logits / T) at
+    one model's held-out labels.
 
     Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
-    4.2. If no T minimises it, as when every label is the most probable class, T is an end of the
-    range 0.05 to 20, with a warning.
+    4.2. If no T minimises it, for example if every label is the most probable class, T is an end of
+    the range 0.05 to 20, with a warning.
 
     Args:
-        logits: Outputs of the model, [N, O], or logarithms of its probabilities, of which those of
-            other classes than the label may be -inf; [N] or [N, 1] for the logit of the second of
-            two classes.
+        logits: Outputs of the model, [N, O], or logarithms of its probabilities, which may be -inf
+            except for the label; [N] or [N, 1] for the logit of the second of two classes.
         y: Labels [N], integers in [0, O).
 
     Raises:
-        ValueError: There are more or fewer labels than logits, one is no class, or its probability
-            is 0 or not finite, which no temperature changes.
+        ValueError: The numbers of labels and logits differ, a label is not a class, or its
+            probability is 0 or not finite.
 
     Example:
         >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
@@ -207,13 +203,12 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     if len(bad := (~logits.gather(-1, y[:, None]).isfinite()).flatten().nonzero()):
         raise ValueError(
             f"the label of row {int(bad[0])} has probability 0, or its logits are not finite, "
-            "which no temperature changes: of votes take (probs + 1e-3).log()"
+            "which no temperature changes: for votes use (probs + 1e-3).log()"
         )
     logits = logits.clamp_min(-1e300)  # of probability 0; its product with 0 is 0
-    grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)
     clients = Segments(torch.tensor([len(y)]))
-    log_t = Tempered(logits.T.contiguous(), y, clients, grid).minimise(none, none)
+    log_t = Tempered(logits.T.contiguous(), y, clients, GRID).minimise(none, none)
     found = float(log_t.exp().clamp(COLDEST, HOTTEST))
     if not COLDEST * 1.001 < found < HOTTEST / 1.001:
         warn(
@@ -224,13 +219,13 @@ def temperature(logits: Tensor, y: Tensor) -> float:
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of a bracket, of which one that was not tried is that of the range."""
+    """Return the ends of a bracket, limited to the range."""
     return max(low, 1 / HOTTEST), min(high, 1 / COLDEST)
 
 
 def _following(step: float, low: float, high: float) -> float:
-    """Return the beta to try after Newton's `step`: that, where it lies within the bracket; else
-    the end that it passes, or the bracket's middle where that end was tried.
+    """Return the beta to try after Newton's `step`: the step if it lies within the bracket;
+    otherwise the end that it passes, or the bracket's middle if that end was tried.
     """
     least, most = _ends(low, high)
     if least < step < most:
@@ -241,8 +236,8 @@ def _following(step: float, low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Tempered:
-    """Logits [O, R], whose largest of an example is 0, and labels [R] of some clients as functions
-    of log T [J], and a grid of values to try.
+    """Evaluate logits [O, R], with maximum 0 for each example, and labels [R] of some clients as
+    functions of log T [J], with a grid of values to try.
 
     Classes come before examples because torch's sums over a few classes are several times slower
     along the last axis.
@@ -261,14 +256,14 @@ class Tempered:
     def nll(self, log_t: Tensor) -> Tensor:
         """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
         beta = (-log_t).exp()
-        # No largest logit has to be taken out, since it is 0, and in place: this is the costly part
+        # The largest logit is 0, so it is not subtracted; in place, because this is the costly part
         # of a calibration.
         losses = (self.logits * beta[self.clients.owner]).exp_().sum(0).log_()
         return self.clients.sum(losses) - self.true * beta
 
     def slopes(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the derivative of `nll` by log T, u_y - E u for u = logits / T, and the Fisher
-        information, Var u; sums [J].
+        """Compute the derivative of `nll` with respect to log T, u_y - E u for u = logits / T, and
+        the Fisher information, Var u; sums [J].
         """
         beta = (-log_t).exp()
         u = self.logits * beta[self.clients.owner]
@@ -285,8 +280,8 @@ class Tempered:
         the grid.
 
         The likelihood alone has one optimum (it is convex in 1 / T), but with the quadratic term
-        there may be several: hence the grid, between whose neighbours Newton's steps, or halvings,
-        go on. If the nll does not depend on T, the result is `centre`.
+        there may be several. Therefore a grid is evaluated first, and Newton's steps, or
+        bisections, refine its best value. If the nll does not depend on T, the result is `centre`.
         """
         tried = torch.stack([self.nll(g.expand(len(self.clients))) for g in self.grid], -1)
         values = tried + 0.5 * (pull * (self.grid[:, None] - centre).square()).T

@@ -1,16 +1,15 @@
 """Accuracy, calibration and error of predictions, for each client and for all clients' examples
 pooled.
 
-Predictions come padded: `probs` [J, N, O], `labels` [J, N], and a `mask` [J, N] that is True for
-rows that are examples; the other rows are never read. A function of one measure returns [J], with
-NaN for a client without examples; `pool` makes one client of all. Arrays of one model, `probs`
-[N, O] and `labels` [N], need no mask, and give one number, as in `ece(probs, y)`. Input that does
-not fit (shapes, labels without a class, logits for probabilities) raises a ValueError that names
-the remedy.
+Predictions are padded: `probs` [J, N, O], `labels` [J, N], and a `mask` [J, N] that is True for
+examples; other rows are never read. A function of one measure returns [J], with NaN for a client
+without examples; `pool` merges all clients into one. Arrays of one model, `probs` [N, O] and
+`labels` [N], need no mask, and give one number, as in `ece(probs, y)`. Invalid input (shapes,
+labels out of range, logits instead of probabilities) raises a ValueError with the remedy.
 
-Everything is computed in float64 on the CPU, so that the numbers do not depend on the device that
-predicted. A client with a prediction that is not finite, as after a run that diverged, has NaN in
-every measure, and so has every mean over clients that includes it.
+Everything is computed in float64 on the CPU, so that results do not depend on the device of the
+predictions. Every measure is NaN for a client with a prediction that is not finite, for example
+after a diverging run, and so is every mean over clients that includes it.
 """
 
 from bayesfl.evaluation.metrics.clients import bottom_decile, pool
@@ -18,7 +17,6 @@ from bayesfl.evaluation.metrics.regression import (
     coverage,
     crps,
     gaussian_nll,
-    pit_histogram,
     rmse,
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
@@ -39,7 +37,6 @@ __all__ = [
     "macro_f1",
     "mce",
     "nll",
-    "pit_histogram",
     "pool",
     "reliability_bins",
     "rmse",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows of J clients, one client's after the other's, so that nothing is padded.
+    """Describe the rows of J clients, one client's after another's, without padding.
 
     Args:
         counts: Number of each client's rows, [J] int64.
@@ -37,12 +37,12 @@ class Segments:
 
     @cached_property
     def owner(self) -> Tensor:
-        """Return the place of each row's client, [R] int64."""
+        """Return the index of each row's client, [R] int64."""
         return torch.repeat_interleave(self.counts)
 
     @cached_property
     def starts(self) -> Tensor:
-        """Return where each client's rows begin, [J] int64."""
+        """Return the index of each client's first row, [J] int64."""
         return self.counts.cumsum(0) - self.counts
 
     def sum(self, values: Tensor) -> Tensor:
@@ -51,7 +51,8 @@ class Segments:
         return out.index_add_(0, self.owner, values.double())
 
     def mean(self, values: Tensor, among: Tensor | None = None) -> Tensor:
-        """Average values [R] over each client's rows: [J] in float64, NaN where it has none.
+        """Average values [R] over each client's rows: [J] in float64, NaN for a client without
+        rows.
 
         Args:
             values: The values.
@@ -63,23 +64,25 @@ class Segments:
 
     def count(self, place: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
         """Sum `weight` [R] of each client's rows by `place` [R] in [0, size): [J, size] in float64;
-        None counts rows.
+        without weights, count the rows.
         """
         index = self.owner * size + place
         weights = None if weight is None else weight.double()
         return torch.bincount(index, weights, len(self) * size).double().view(-1, size)
 
     def kept(self, inside: Tensor) -> "Segments":
-        """Return whose rows those are that are `inside`, [R] bool."""
+        """Return the clients of the rows that are `inside`, [R] bool."""
         return Segments(self.sum(inside).long())
 
     def order(self, values: Tensor) -> Tensor:
-        """Return the places of the rows in ascending order of values [R] within each client."""
+        """Return the indices that sort rows by values [R], ascending, within each client."""
         order = values.argsort(stable=True)
         return order[self.owner[order].argsort(stable=True)]
 
     def padded(self, values: Tensor, fill: float) -> Tensor:
-        """Return values [R, ...] with an axis of clients, [J, N, ...], padded to the longest."""
+        """Return values [R, ...] with an axis of clients, [J, N, ...], padded to the largest
+        client.
+        """
         width = int(self.counts.max()) if len(self) else 0
         inside = torch.arange(width) < self.counts[:, None]
         out = values.new_full((*inside.shape, *values.shape[1:]), fill)
@@ -89,12 +92,12 @@ class Segments:
 
 @dataclass(frozen=True)
 class Checked:
-    """Checked predictions of some rows, without a value where one is not finite.
+    """Hold checked predictions of rows; measures are NaN where a prediction is not finite.
 
     Args:
-        clients: Whose the rows are.
+        clients: The rows' clients.
         bad: Which rows have a prediction that is not finite, [R] bool.
-        single: Whether they are of one model, of which a measure is one number.
+        single: Whether they are arrays of one model, for which a measure is one number.
     """
 
     clients: Segments
@@ -102,15 +105,17 @@ class Checked:
     single: bool
 
     def told(self, values: Tensor) -> Tensor:
-        """Return values of examples, [R] in float64: NaN for those that are `bad`."""
+        """Return values of examples, [R] in float64; NaN for `bad` ones."""
         return values.double().masked_fill(self.bad, math.nan)
 
     def average(self, values: Tensor) -> Tensor:
-        """Average values [R] over each client's examples: [J], [] of one model."""
+        """Average values [R] over each client's examples: [J], [] for one model."""
         return self.of_clients(self.clients.mean(self.told(values)))
 
     def of_clients(self, values: Tensor) -> Tensor:
-        """Return values [J, ...], NaN for clients with a bad prediction; of one model alone."""
+        """Return values [J, ...], NaN for clients with a bad prediction; without the first axis for
+        one model.
+        """
         values[self.clients.sum(self.bad) > 0] = math.nan
         return values[0] if self.single else values
 
@@ -140,11 +145,11 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
     """Return the lowest decile over clients: of J values in ascending order, the one at position
     floor(J / 10), counted from 0.
 
-    Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021,
-    report it so. It suits measures of which more is better.
+    This is the definition of Marfoq et al., "Federated multi-task learning under a mixture of
+    distributions", NeurIPS 2021. It is for measures whose larger values are better.
 
     Args:
-        values: One value for each client, [J]; NaN is left out.
+        values: One value for each client, [J]; NaN is ignored.
 
     Returns:
         The value; NaN if all values are NaN or there are none.
@@ -162,8 +167,8 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
 
 
 def as_clients(predictions: Any, truths: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return predictions, labels or targets and mask as tensors; without a mask the arrays of one
-    model, [N] or [N, O], as those of one client.
+    """Return predictions, labels or targets, and mask as tensors; without a mask, the arrays of one
+    model, [N] or [N, O], become those of one client.
     """
     predictions, truths = torch.as_tensor(predictions), torch.as_tensor(truths)
     if mask is not None:

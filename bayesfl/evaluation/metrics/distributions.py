@@ -1,6 +1,4 @@
-"""Predictive distributions of numbers by their moments: normal ones, and of counts negative
-binomial ones.
-"""
+"""Predictive distributions from moments: normal, and negative binomial for counts."""
 
 import math
 from typing import Any, Literal, TypeAlias
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 DistributionName: TypeAlias = Literal["normal", "counts"]
-"""Distributions that a mean and a variance stand for."""
+"""Kinds of distributions that a mean and a variance determine."""
 
 # of a quadrature; scores are right to 1e-9 where the variance is at most ten times the mean
 NODES = 128
@@ -58,15 +56,15 @@ class NormalDistribution:
 
 
 class Counts:
-    """Negative binomial distributions of these moments, which are Poisson where the variance is the
-    mean.
+    """Represent negative binomial distributions with these moments; Poisson if the variance equals
+    the mean.
 
-    A Poisson rate with a gamma distribution makes such counts, so that the excess of the variance
-    is the variance of the rate.
+    Counts have this distribution if their Poisson rate has a gamma distribution; the excess of the
+    variance over the mean is then the variance of the rate.
 
     Args:
         mean: Means, > 0.
-        variance: Variances; the mean where they are smaller.
+        variance: Variances; smaller ones are raised to the mean.
     """
 
     def __init__(self, mean: Tensor, variance: Tensor) -> None:
@@ -76,8 +74,8 @@ class Counts:
         self._size = np.divide(self._m**2, excess, out=np.ones_like(excess), where=self._spread_out)
 
     def _either(self, function: str, *given: Any, more: int = 0) -> np.ndarray:
-        """Return a function of scipy's distributions, each where it holds; of negative binomial
-        ones with `more` in their size.
+        """Evaluate a function of scipy's Poisson or negative binomial distributions; `more` is
+        added to the size of the latter.
         """
         from scipy import stats
 
@@ -96,7 +94,7 @@ class Counts:
         return out
 
     def nll(self, y: Tensor) -> Tensor:
-        """Return the negative log probability, in nats; infinite of what is no count."""
+        """Return the negative log probability, in nats; infinite unless y is a count."""
         return -torch.from_numpy(self._either("logpmf", y.numpy()))
 
     def cdf(self, y: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ class Counts:
         return self.cdf(y.ceil() - 1)
 
     def quantile(self, p: float) -> Tensor:
-        """Return the least count y with P(Y <= y) >= p."""
+        """Return the smallest count y with P(Y <= y) >= p."""
         return torch.from_numpy(self._either("ppf", p))
 
     def crps(self, y: Tensor) -> Tensor:
@@ -128,8 +126,8 @@ class Counts:
         the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi), where f is the characteristic
         function.
 
-        With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as the rule of Gauss and
-        Legendre needs it.
+        With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as Gauss-Legendre
+        quadrature requires.
         """
         from scipy.special import ive
 

@@ -1,4 +1,4 @@
-"""Measures of intervals that a network predicts by two quantiles."""
+"""Measures of predicted intervals."""
 
 import math
 
@@ -37,7 +37,7 @@ def measured_intervals(
         Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
         2007, eq. 43.
     """
-    # Not NaN; a lower end may be -inf, an upper one inf.
+    # Not NaN; a lower end may be -inf, an upper end inf.
     there = ((lower < math.inf) & (upper > -math.inf)).all(-1)
     low, high, y = (t.double().masked_fill(~there[:, None], 0) for t in (lower, upper, targets))
     outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)

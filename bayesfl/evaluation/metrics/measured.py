@@ -16,8 +16,8 @@ class Measured:
 
     Args:
         examples: Number of each client's examples, [J].
-        columns: Measures of each client, [J]; NaN where one has no value.
-        means: Their means over clients that have a value; NaN if a prediction is not finite.
+        columns: Measures of each client, [J]; NaN for a client without a value.
+        means: Their means over clients with a value; NaN if a prediction is not finite.
         pooled: Measures of all clients' examples pooled.
     """
 
@@ -28,8 +28,8 @@ class Measured:
 
     @classmethod
     def of(cls, clients: Segments, values: Mapping[str, Tensor]) -> "Measured":
-        """Average values of examples, [R] each in float64; those of `rmse` are squares. An example
-        without a value, NaN, makes the averages that it has part in NaN.
+        """Average values of examples, [R] each in float64; those of `rmse` are squares. A NaN makes
+        the averages that include it NaN.
         """
         columns = {name: rooted(name, clients.mean(t)) for name, t in values.items()}
         there = clients.counts > 0
@@ -41,8 +41,8 @@ class Measured:
         )
 
     def beside(self, clients: Segments, shares: Mapping[str, tuple[Tensor, Tensor]]) -> "Measured":
-        """Return this with the shares of examples that have something, by name: values and which
-        examples count, [R] each.
+        """Return the same with averages of more values, {name: (values, which examples count)}, [R]
+        each.
         """
         columns = {name: clients.mean(*pair) for name, pair in shares.items()}
         pooled = {name: float(t[among].double().mean()) for name, (t, among) in shares.items()}
@@ -54,7 +54,7 @@ class Measured:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return each measure's mean over clients, and with the prefix `pooled_` that of all
+        """Return each measure's mean over clients and, with the prefix `pooled_`, its value for all
         clients' examples together.
         """
         return {**self.means, **{f"pooled_{name}": value for name, value in self.pooled.items()}}
@@ -66,8 +66,8 @@ class Measured:
             names: One name for each client; None for their numbers.
 
         Raises:
-            TypeError: `names` is no list.
-            ValueError: There is another number of names.
+            TypeError: `names` is not a list.
+            ValueError: The number of names differs from the number of clients.
         """
         check_names(names, len(self.examples))
         known = np.arange(len(self.examples)) if names is None else np.array(names)
@@ -76,5 +76,5 @@ class Measured:
 
 
 def rooted(name: str, mean: Tensor) -> Tensor:
-    """Return a mean, or the root of one that is a mean of squares, as its name says."""
+    """Return a mean, or its root if the name is `rmse`, whose mean is of squares."""
     return mean.sqrt() if name == "rmse" else mean

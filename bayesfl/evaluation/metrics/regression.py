@@ -1,5 +1,5 @@
-"""Measures of predicted numbers: error, density, score and coverage under a normal distribution, or
-one of counts.
+"""Measures of predicted numbers: error, density, score and coverage under a normal distribution or
+a distribution of counts.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bayesfl.base.options import PROBABILITY, Count, declared
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.evaluation.metrics.clients import Checked, Segments, as_clients, check_shapes
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
 from bayesfl.evaluation.metrics.measured import Measured, rooted
@@ -76,9 +76,10 @@ def coverage(
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         level: Probability of the interval, in (0, 1).
-        distribution: `normal`, or `counts`, of which one at an interval's end lies inside in part,
-            as its transform spread evenly does, see `pit_histogram`: so calibrated predictions have
-            a share of `level`, though counts lie apart.
+        distribution: `normal` or `counts`. A count y at the end of an interval lies inside in part:
+            it counts as spread evenly over P(Y < y) to P(Y <= y) (Czado, Gneiting, Held,
+            "Predictive model assessment for count data", Biometrics 65(4), 2009, eq. 2), so that
+            calibrated predictions have the share `level`.
 
     Returns:
         Shape [J], [] of one model, in [0, 1]; above `level` means too wide, below it too narrow.
@@ -103,9 +104,9 @@ def crps(
     """Compute the mean continuous ranked probability score, averaged over outputs, in the targets'
     unit; for point predictions it is |y - m|.
 
-    It is proper, as the NLL, and a target far out counts by its distance, not by its square.
-    Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
-    2007.
+    It is proper, like the NLL, and grows with the distance of an outlying target, not with its
+    square. Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA
+    102, 2007.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -125,42 +126,6 @@ def crps(
     return fitted.average(fitted.scores())
 
 
-@declared
-def pit_histogram(
-    mean: Tensor,
-    variance: Tensor,
-    targets: Tensor,
-    mask: Tensor | None = None,
-    *,
-    bins: Count = 10,
-    distribution: DistributionName = "normal",
-) -> Tensor:
-    """Compute the histogram of probability integral transforms P(Y <= y), which is flat where
-    predictions are calibrated.
-
-    A hump in the middle means predictions that are too wide, a valley too narrow, a slope a bias. A
-    count y is spread evenly over P(Y < y) to P(Y <= y): Czado, Gneiting, Held, "Predictive model
-    assessment for count data", Biometrics 65(4), 2009, eq. 2.
-
-    Args:
-        mean: Predictive means, [J, N, O].
-        variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
-        bins: Number of bins of equal width, >= 1.
-        distribution: `normal` or `counts`.
-
-    Returns:
-        Share of the targets in each bin, [J, bins], [bins] of one model.
-
-    Example:
-        >>> mean, variance, y = torch.zeros(4), torch.ones(4), torch.tensor([-2.0, -0.1, 0.1, 2.0])
-        >>> bf.metrics.pit_histogram(mean, variance, y, bins=2).tolist()
-        [0.5, 0.5]
-    """
-    return Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
-
-
 def measured_numbers(fitted: "Fitted") -> Measured:
     """Compute every measure of checked predictions."""
     values = {
@@ -176,8 +141,8 @@ def measured_numbers(fitted: "Fitted") -> Measured:
 
 @dataclass(frozen=True)
 class Fitted(Checked):
-    """Checked predictions of numbers, R rows, with mean and target 0 (of counts 1) and variance 1
-    in every row that is not finite.
+    """Hold checked predictions of numbers, R rows; rows that are not finite have mean and target 0
+    (1 for counts) and variance 1.
     """
 
     mean: Tensor  # [R, O]
@@ -194,8 +159,7 @@ class Fitted(Checked):
         mask: Tensor | None,
         kind: DistributionName = "normal",
     ) -> "Fitted":
-        """Check predictions, targets and mask, and make a `Fitted` of them; without a mask those of
-        one model, [N, O].
+        """Return checked predictions and targets; without a mask, those of one model, [N, O].
 
         Raises:
             ValueError: Shapes do not fit, or the target of an example is not finite; or see
@@ -229,7 +193,7 @@ class Fitted(Checked):
         *,
         single: bool = False,
     ) -> "Fitted":
-        """Make a `Fitted` of rows, [R, O] each.
+        """Return checked rows, [R, O] each.
 
         Raises:
             ValueError: A number lies outside the distribution's range.
@@ -271,7 +235,9 @@ class Fitted(Checked):
         """Return the share of an example's targets inside the central interval, [R]."""
         if self.kind == "counts":
             ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-            return self._passed(ends).diff(dim=-1)[..., 0].mean(-1)
+            lower, upper = self._transform
+            below = ((ends - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1)
+            return below.diff(dim=-1)[..., 0].mean(-1)
         lower, upper = self._interval(level)
         return ((lower <= self.targets) & (self.targets <= upper)).double().mean(-1)
 
@@ -286,23 +252,3 @@ class Fitted(Checked):
         return self.distribution.below(self.targets)[..., None], self.distribution.cdf(
             self.targets
         )[..., None]
-
-    def _passed(self, edges: Tensor) -> Tensor:
-        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [R, O, edges]; where
-        both round to 1, all of it at 1.
-        """
-        lower, upper = self._transform
-        return (
-            ((edges - lower) / (upper - lower).clamp_min(1e-300))
-            .clamp(0, 1)
-            .masked_fill((edges >= upper) & (edges > 0), 1)
-        )
-
-    def pit(self, bins: int) -> Tensor:
-        """Return the histogram of probability integral transforms, [J, bins]."""
-        if self.kind == "normal":  # the bin that holds the value, the last one 1, too
-            place = (self.distribution.cdf(self.targets) * bins).floor().clamp(max=bins - 1).long()
-            share = torch.nn.functional.one_hot(place, bins).double()
-        else:
-            share = self._passed(torch.linspace(0, 1, bins + 1, dtype=torch.float64)).diff(dim=-1)
-        return torch.stack([self.average(part.mean(-1)) for part in share.unbind(-1)], -1)

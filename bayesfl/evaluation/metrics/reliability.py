@@ -14,8 +14,8 @@ from bayesfl.base.options import Count, declared
 from bayesfl.evaluation.metrics.scores import Scored
 
 Norm: TypeAlias = Literal["l1", "l2", "max"]
-"""Ways in which the calibration gaps of the bins become one number: weighted mean, root of the
-weighted mean square, largest.
+"""Aggregation of the calibration gaps of bins: weighted mean, root of the weighted mean square,
+maximum.
 """
 
 
@@ -23,13 +23,13 @@ weighted mean square, largest.
 def ece(
     probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count = 15, norm: Norm = "l1"
 ) -> Tensor:
-    """Compute the expected calibration error: how far confidence, the largest probability, is from
-    accuracy.
+    """Compute the expected calibration error: the difference between confidence, the largest
+    probability, and accuracy.
 
     Examples are binned by confidence; bin k holds (k / bins, (k + 1) / bins], and confidence 0 goes
     to the first. Each bin has a gap |accuracy - mean confidence|, weighted by its share of the
     examples. Guo et al., "On calibration of modern neural networks", ICML 2017, equations 3 and 5.
-    A small client has few examples in a bin, which biases its value upwards: compare clients of
+    Small clients have few examples in a bin, which biases the value upwards: compare clients of
     similar size.
 
     Args:
@@ -75,8 +75,8 @@ def mce(probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count =
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """The bins of a reliability diagram; bin k holds confidences in (edges[k], edges[k + 1]], the
-    first also 0.
+    """Hold the bins of a reliability diagram; bin k contains confidences in (edges[k], edges[k +
+    1]], the first also 0.
 
     Args:
         edges: Bounds of the bins, [bins + 1], from 0 to 1.
@@ -160,13 +160,13 @@ def bin_of(confidence: Tensor, bins: int) -> Tensor:
 
 
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
-    """Compute one number for each client, [J], from the gaps between accuracy and confidence."""
+    """Compute the calibration error of each client, [J]."""
     return scored.of_clients(error_in_bins(*binned(scored, bins), norm))
 
 
 def error_in_bins(count: Tensor, hits: Tensor, confidence: Tensor, norm: Norm = "l1") -> Tensor:
-    """Compute one number, [...], from what `binned` returns, [..., bins] each; NaN without
-    examples.
+    """Compute the calibration error, [...], from the results of `binned`, [..., bins] each; NaN
+    without examples.
     """
     gap = (hits - confidence).abs() / count.clamp_min(1)
     share = count / count.sum(-1, keepdim=True)

@@ -63,7 +63,7 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     over examples.
 
     Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review
-    1950. With two classes it is twice the score that counts only one of them.
+    1950. With two classes it is twice the score of the second class alone.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -82,8 +82,7 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute the F1 score averaged over the classes that occur among a client's labels or
-    predictions.
+    """Compute the F1 score averaged over the classes among a client's labels or predictions.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -106,7 +105,7 @@ def auroc(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     negative one, ties counting half.
 
     With two classes the score is the probability of class 1. With more it is one class against the
-    rest, averaged over the classes of which a client has both positives and negatives. NaN for a
+    rest, averaged over the classes with both positives and negatives at the client. NaN for a
     client without such a class.
 
     Args:
@@ -127,18 +126,18 @@ def auroc(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Scored(Checked):
-    """Checked predictions of classes, R rows, with zeros where one is not finite."""
+    """Hold checked predictions of classes, R rows; rows that are not finite are zeros."""
 
     probs: Tensor  # [R, O]
     labels: Tensor  # [R]
 
     @classmethod
     def of(cls, probs: Tensor, labels: Tensor, mask: Tensor | None) -> "Scored":
-        """Check predictions, labels and mask, and make a `Scored` of them; without a mask those of
-        one model, [N, O] and [N].
+        """Return checked predictions and labels; without a mask, those of one model, [N, O] and
+        [N].
 
         Raises:
-            ValueError: The shapes or types do not fit, or as by `of_rows`.
+            ValueError: The shapes or types do not fit; or see `of_rows`.
         """
         single = mask is None
         probs, labels, mask = (t.detach().cpu() for t in as_clients(probs, labels, mask))
@@ -146,7 +145,7 @@ class Scored(Checked):
             raise ValueError(
                 "probs must be [J, N, O], one row of class probabilities per example; got shape "
                 f"{list(probs.shape)}"
-                + "; of several labels of each example take predictions.places()"
+                + "; for several labels of each example use predictions.places()"
                 * (probs.dim() == 4)
             )
         check_shapes(probs, mask, labels=labels)
@@ -156,11 +155,11 @@ class Scored(Checked):
     def of_rows(
         cls, clients: Segments, probs: Tensor, labels: Tensor, *, single: bool = False
     ) -> "Scored":
-        """Make a `Scored` of rows, [R, O] and [R].
+        """Return checked rows, [R, O] and [R].
 
         Raises:
-            ValueError: A label is no integer, or a label or probability is out of range; the
-                message names the remedy.
+            ValueError: A label is not an integer, or a label or probability is out of range; the
+                message has the remedy.
         """
         integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
         kind, labels, outputs = labels.dtype, labels.long(), probs.shape[-1]
@@ -182,20 +181,18 @@ class Scored(Checked):
             raise ValueError(
                 "probs of each example must be probabilities in [0, 1] whose sum is 1, got "
                 f"{least:.4g} to {most:.4g} and sums from {float(total.min()):.4g} to "
-                f"{float(total.max()):.4g}; of logits take softmax(-1), of log probabilities "
-                "exp(), of scores probs / probs.sum(-1, keepdim=True)"
+                f"{float(total.max()):.4g}; for logits use softmax(-1), for log probabilities "
+                "exp(), for scores probs / probs.sum(-1, keepdim=True)"
             )
         return cls(clients, ~finite, single, probs, labels)
 
     def pooled(self) -> "Scored":
-        """Pool all examples of all clients, as those of one client."""
+        """Return all examples of all clients as those of one client."""
         return replace(self, clients=Segments(self.clients.counts.sum()[None]))
 
     @cached_property
     def top(self) -> tuple[Tensor, Tensor]:
-        """Return confidence, in float64, and predicted class, [R] each; the first class of those
-        that tie.
-        """
+        """Return confidence in float64 and predicted class, [R] each; the first of tied classes."""
         best = self.probs.max(-1)
         return best.values.double(), best.indices
 
@@ -238,8 +235,8 @@ class Scored(Checked):
 
 
 def area(clients: Segments, scores: Tensor, positive: Tensor) -> Tensor:
-    """Compute the area under the ROC curve of scores [R], of which some are `positive` [R] bool:
-    [J], NaN for a client without both kinds.
+    """Compute the area under the ROC curve of scores [R] for `positive` [R] bool, [J]; NaN for a
+    client without positives or negatives.
     """
     order = clients.order(scores)
     scores, positive = levelled(scores[order], among=clients.owner), positive[order]
@@ -255,7 +252,7 @@ def area(clients: Segments, scores: Tensor, positive: Tensor) -> Tensor:
 
 
 def _summed(probs: Tensor, power: int) -> Tensor:
-    """Return the sums of probabilities [R, O] to a power, [R] in float64, some rows at a time, as
-    the whole in float64 would take more than the predictions.
+    """Return the sums of probabilities [R, O] to a power, [R] in float64, some rows at a time to
+    save memory.
     """
     return torch.cat([some.double().pow(power).sum(-1) for some in probs.split(2**16)])

@@ -24,10 +24,10 @@ def classification_summary(
         bins: Number of confidence bins.
 
     Returns:
-        `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients, each
-        client counting once, those without examples (or without an AUROC) left out.
-        `accuracy_decile`: accuracy of the worst-served tenth of the clients. `pooled_accuracy`,
-        `pooled_nll`, `pooled_ece`, `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
+        `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients with
+        equal weights, without clients that have no examples (or no AUROC). `accuracy_decile`: the
+        lowest decile of accuracy over clients. `pooled_accuracy`, `pooled_nll`, `pooled_ece`,
+        `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
 
     Example:
         >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
@@ -40,7 +40,7 @@ def classification_summary(
 
 
 def measured_classes(scored: Scored, bins: int = 15) -> Measured:
-    """Compute every measure of checked predictions, as `classification_summary` names them."""
+    """Compute all measures of `classification_summary` from checked predictions."""
     values = {"accuracy": scored.hits, "nll": scored.losses, "brier": scored.squares}
     found = Measured.of(scored.clients, {name: scored.told(t) for name, t in values.items()})
     everyone = scored.pooled()

@@ -4,7 +4,7 @@ Without `ax` a figure is made: save it by `axes.figure.savefig("diagram.png")`, 
 cell with `axes.figure` to see it. To draw into a figure of your own, pass `ax`. Matplotlib is
 imported only when something is drawn, and only its object-oriented interface is used: no backend is
 switched, and no figure is registered with pyplot. Colours are those of Okabe and Ito, which
-colour-blind readers can tell apart.
+colour-blind readers can distinguish.
 """
 
 from bayesfl.evaluation.plots.clients import client_curves, labels

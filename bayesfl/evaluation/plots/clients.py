@@ -1,4 +1,4 @@
-"""Diagrams client by client: who has which labels, and a measure against the rounds."""
+"""Diagrams by client: the distribution of labels, and a measure against the rounds."""
 
 from typing import Any
 
@@ -29,13 +29,12 @@ def labels(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw who has which labels: a row for each client, a column for each class, darker where a
-    larger share of the client's rows has that label. Numbers of rows stand in the cells where there
-    is room.
+    """Draw the distribution of labels: a row for each client, a column for each class, darker for a
+    larger share of the client's rows. The cells show numbers of rows if there is space.
 
     Args:
         clients: Data of classes.
-        split: The split that is counted.
+        split: The split to count.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -88,8 +87,8 @@ def client_curves(
     mean.
 
     Args:
-        history: Of a run with `record_clients`.
-        column: What to draw, as `personal_accuracy`.
+        history: The history of a run with `record_clients`.
+        column: The column to draw, such as `personal_accuracy`.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 

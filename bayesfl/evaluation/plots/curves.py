@@ -1,5 +1,5 @@
-"""Curves, one line a method: a measure against the rounds, and errors against the share of examples
-that are answered.
+"""Curves, one line for each method: a measure against the rounds, and the error rate against the
+share of answered examples.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,17 @@ def learning_curves(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw a measure against the rounds, one line for each method; with several seeds their mean,
-    and a band of one standard error to each side.
+    """Draw a measure against the rounds, one line for each method; for several seeds their mean,
+    with a band of one standard error on each side.
 
     Args:
-        histories: {method: a history, or a list of histories, one a seed}. A history has arrays of
-            equal length under `x` and `metric`, as a mapping or data frame, or is a result with
-            such a `history`. Rounds that were not evaluated, NaN, are left out; of several seeds
-            the rounds count at which all were evaluated.
-        metric: What to draw; by default the personal accuracy, of regressions the personal RMSE.
-        x: What to draw it against.
+        histories: {method: a history, or a list of histories, one for each seed}. A history has
+            arrays of equal length under `x` and `metric`, as a mapping or data frame, or is a
+            result with such a `history`. Rounds without evaluation (NaN) are omitted; for several
+            seeds, only rounds evaluated in all of them are drawn.
+        metric: Column on the y axis; by default the personal accuracy, for regressions the personal
+            RMSE.
+        x: Column on the x axis.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -98,13 +99,13 @@ def risk_coverage(
 ) -> "Axes":
     """Draw the error rate among answered examples against the share answered, most confident first.
 
-    One line a method, over all examples of all clients; lower is better, and the right end is the
-    error rate. The legend has the area under each curve (AURC). Geifman, Uziel and El-Yaniv,
-    "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+    There is one line for each method, over all examples of all clients; lower is better, and the
+    right end is the error rate. The legend has the area under each curve (AURC). Geifman, Uziel and
+    El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
 
     Args:
-        entries: {method: a simulation's result, or (probs, labels, mask)}, whose doubt is 1 - the
-            largest probability; or, by any other score, what `bf.detection.risk_coverage` gives.
+        entries: {method: a simulation's result, or (probs, labels, mask)}, with 1 minus the largest
+            probability as doubt; or a curve from `bf.detection.risk_coverage` for any other score.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -141,15 +142,15 @@ def risk_coverage(
 
 
 def _curve(history: Any, x: str, metric: str) -> dict[float, float]:
-    """Take {round: value} of one seed, without the rounds that were not evaluated."""
+    """Return {round: value} for one seed, without rounds that were not evaluated."""
     at, values = (np.asarray(history[key], dtype=np.float64) for key in (x, metric))
     return {float(a): float(v) for a, v in zip(at, values, strict=True) if np.isfinite(v)}
 
 
 def _risks(entry: Any) -> RiskCoverage:
-    """Find the curve of a result or of (probs, labels, mask), or take it as it is."""
+    """Return the curve of a result or of (probs, labels, mask), or a given curve."""
     if isinstance(entry, RiskCoverage):
         return entry
     probs, labels, mask = (t.cpu() for t in predictions(entry, None, None))
-    reliability_bins(probs, labels, mask)  # says what does not fit
+    reliability_bins(probs, labels, mask)  # raises for invalid input
     return risk_coverage_of(doubt(probs), probs.argmax(-1) == labels, mask)

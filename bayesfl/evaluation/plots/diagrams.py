@@ -1,4 +1,4 @@
-"""Reliability diagrams: whether a classifier is as sure as it is right."""
+"""Reliability diagrams: a classifier's accuracy against its confidence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -47,7 +47,7 @@ _LINE = 11.0  # points that a line of numbers above a diagram takes
 
 def _panel(probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> _Panel:
     """Return the bins of one diagram, and the numbers above it: errors as fractions, as in tables,
-    with the mean of the clients' own where several are pooled.
+    with the clients' mean if several clients are pooled.
     """
     found = reliability_bins(probs, labels, mask, bins)
     if not found.examples:
@@ -78,30 +78,30 @@ def reliability(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> Any:
-    """Draw a reliability diagram: accuracy by bins of confidence, and how many examples each bin
-    holds.
+    """Draw a reliability diagram: accuracy by bins of confidence, and the number of examples in
+    each bin.
 
     Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above
-    the bar, hatched in vermilion, where the model claims more than it achieves; inside the bar,
-    dotted, where it claims less. Thin lines are intervals of a binomial share (Wilson, level 0.95)
-    for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected
-    calibration error (ECE) is the mean of the gaps, weighted by the counts in the histogram
-    beneath, whose scale is logarithmic. Where several clients are pooled, the mean of their own
-    errors stands beside it: it is larger, since each client has fewer examples. Guo et al., "On
-    calibration of modern neural networks", ICML 2017.
+    the bar, hatched in vermilion, if the model is overconfident; inside the bar, dotted, if it is
+    underconfident. Thin lines are intervals of a binomial share (Wilson, level 0.95) for each
+    accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration
+    error (ECE) is the mean of the gaps, weighted by the counts in the histogram beneath, whose
+    scale is logarithmic. If several clients are pooled, the mean of their own errors is shown as
+    well; it is larger, because each client has fewer examples. Guo et al., "On calibration of
+    modern neural networks", ICML 2017.
 
     Args:
         source: A simulation's result, whose personal predictions on its test data are used; or
             class probabilities, [J, N, O] or [N, O].
-        labels: True classes, [J, N] or [N]; only where `source` is probabilities.
+        labels: True classes, [J, N] or [N]; only if `source` is probabilities.
         mask: Which rows are examples, bool and shaped as `labels`; by default all.
         bins: Number of bins of equal width.
-        by: `pooled`, one diagram of all examples; `client`, one per client under its name.
-        clients: Which clients, by name or number; by default all when pooled, and the first 12 that
-            have examples by client.
+        by: `pooled`, one diagram of all examples; `client`, one for each client under its name.
+        clients: Clients by name or number; by default all if pooled, otherwise the first 12 with
+            examples.
         names: Names of all clients, the titles of their diagrams; by default those of the result's
             data, or numbers.
-        ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a
+        ax: Axes for a pooled diagram, which are reduced for the histogram beneath; by default in a
             new figure.
         title: Of the diagram, or of the figure.
 
@@ -111,7 +111,7 @@ def reliability(
 
     Raises:
         TypeError: A client is neither a name nor a number.
-        ValueError: The shapes do not fit, or a client is not there.
+        ValueError: The shapes do not fit, or a client does not exist.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3)
@@ -153,7 +153,7 @@ def reliability_compare(
 ) -> "Figure":
     """Draw reliability diagrams of several methods side by side, on one scale.
 
-    They are read as those of `reliability`.
+    See `reliability` for their interpretation.
 
     Args:
         entries: {method: a simulation's result, or (probs, labels, mask)} as in `reliability`.
@@ -188,7 +188,9 @@ def _panels(
     *,
     size: tuple[float, float] = (2.4, 3.0),
 ) -> tuple["Figure", np.ndarray]:
-    """Draw a grid of diagrams whose histograms have one scale, the outer ones with the words."""
+    """Draw a grid of diagrams whose histograms have a common scale; only the outer ones have
+    labels.
+    """
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
@@ -236,7 +238,7 @@ def _diagram(
         panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
-        tallest: Count that the histogram's axis reaches; by default its own largest.
+        tallest: Largest count on the histogram's axis; by default its own.
     """
     from matplotlib.colors import to_rgba
     from scipy.stats import binomtest
@@ -321,8 +323,8 @@ def _diagram(
 
 
 def _count(ax: "Axes", tallest: int) -> None:
-    """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of
-    ten as ticks.
+    """Set a logarithmic axis of a histogram on which a single example is still a bar, with powers
+    of ten as ticks.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -340,7 +342,7 @@ def _count(ax: "Axes", tallest: int) -> None:
 
 
 def _key() -> list[Any]:
-    """Explain the colours of a diagram, for its legend."""
+    """Return the handles of a diagram's legend."""
     from matplotlib.colors import to_rgba
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""The forest plot: a coefficient site by site, and of all sites."""
+"""The forest plot: a coefficient for each site and for all sites."""
 
 import textwrap
 from typing import Any
@@ -17,8 +17,9 @@ from bayesfl.evaluation.plots.look import (
 )
 
 REACH = 5.0
-"""The range of the axis on either side, as a multiple of the median distance from the joint
-estimate to the ends of intervals; what lies beyond is an arrow."""
+"""Range of the axis on either side, as a multiple of the median distance from the joint estimate to
+the ends of intervals; arrows mark intervals that extend beyond it.
+"""
 
 
 @literal
@@ -31,15 +32,15 @@ def forest(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw a coefficient of each site with its interval, areas by rows, and that of all sites as a
-    diamond; ratios on a logarithmic axis.
+    """Draw a coefficient for each site with its interval, with areas proportional to rows, and for
+    all sites as a diamond; ratios on a logarithmic axis.
 
     Args:
-        fit: A `bf.stats.Fit`, whose sites are fitted one by one anew, or a `Mixed`, whose sites'
+        fit: A `bf.stats.Fit`, whose sites are refitted separately, or a `Mixed`, whose sites'
             posteriors are drawn.
         term: Name of the coefficient.
-        without: Whether the rows are estimates without each site in turn, `fit.leave_one_out`, in
-            place of those of each site.
+        without: Whether to draw the estimates without each site in turn, `fit.leave_one_out`,
+            instead of those for each site.
         level: Probability of the intervals.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -128,5 +129,5 @@ def forest(
 
 
 def _told(value: float) -> str:
-    """Return a number in three digits, of a very large or small one its order of magnitude."""
+    """Return a number with three digits, or its order of magnitude if it is very large or small."""
     return f"{value:.2f}" if 0.01 <= abs(value) < 1000 else f"{value:.0e}"

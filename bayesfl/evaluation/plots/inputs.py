@@ -1,6 +1,4 @@
-"""The input of the diagrams: the class probabilities of a simulation's result, or those that are
-given.
-"""
+"""The input of the diagrams: class probabilities, from a simulation's result or from the caller."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +13,8 @@ from bayesfl.data.outline import known_names
 def predictions(
     source: Any, labels: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given; label by
-    label where an example has several.
+    """Return probabilities, labels and mask, [J, N, O], [J, N] and [J, N], from a result or from
+    the arguments; one row for each label if an example has several.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
         found = source.predict(source.data.test).places()
@@ -29,12 +27,11 @@ def predictions(
 
 
 def names_of_results(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
-    """Return the clients' names as they are given, else of a result those of its data, else their
-    numbers.
+    """Return the clients' given names, otherwise those of a result's data, otherwise their numbers.
 
     Raises:
-        TypeError: Names are given, but no list.
-        ValueError: Names are given, but not one for each client.
+        TypeError: The given names are not a list.
+        ValueError: The number of given names differs from the number of clients.
     """
     check_names(given, clients)
     if given is None and hasattr(source, "data") and hasattr(source, "predict"):
@@ -43,8 +40,8 @@ def names_of_results(source: Any, given: Sequence[str] | None, clients: int) -> 
 
 
 def only(mask: Tensor, clients: Sequence[int]) -> Tensor:
-    """Return the mask [J, N] with no example of any other client, so that numbers in messages stay
-    those among all clients.
+    """Return the mask [J, N] without the examples of other clients; all clients stay, so that their
+    numbers in messages do not change.
     """
     kept = torch.zeros(len(mask), 1, dtype=torch.bool)
     kept[list(clients)] = True

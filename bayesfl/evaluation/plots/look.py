@@ -1,5 +1,5 @@
-"""The common look of all diagrams: their colours, texts as they are written, a figure that is not
-registered with pyplot, quiet axes.
+"""The common style of all diagrams: colours, literal text, figures that are not registered with
+pyplot, axes.
 """
 
 import functools
@@ -28,11 +28,11 @@ _DASHES = ("-", "--", ":", "-.")
 
 
 def literal(draw: Callable[P, R]) -> Callable[P, R]:
-    """Make a diagram draw every text as it is written, for all public ones.
+    """Make a diagram draw every text literally; for all public diagrams.
 
-    Whoever brings data chooses names, and matplotlib reads `$...$` in a text as mathematics: it
-    raises an error, or draws another text. Only the numbers that matplotlib itself writes along an
-    axis are left to it, as powers of ten are mathematics.
+    Names come from users' data, and matplotlib interprets `$...$` in a text as mathematics: it
+    raises an error, or draws another text. Only matplotlib's own numbers along an axis stay
+    mathematics, for powers of ten.
     """
 
     @suggests
@@ -58,7 +58,7 @@ def literal(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def lines(names: Iterable[object]) -> Iterator[dict[str, Any]]:
-    """Give one line after another its name, and a colour and a dash of its own, repeating after the
+    """Yield the label, colour and dash pattern of one line after another; they repeat after the
     last.
     """
     for name, (dash, colour) in zip(names, cycle(product(_DASHES, OKABE_ITO[:7])), strict=False):
@@ -68,8 +68,8 @@ def lines(names: Iterable[object]) -> Iterator[dict[str, Any]]:
 
 
 def new_figure(size: tuple[float, float]) -> "Figure":
-    """Make a figure, width and height in inches, that is not registered with pyplot; notebooks show
-    it where it is a cell's last line.
+    """Make a figure, width and height in inches, that is not registered with pyplot; a notebook
+    shows it at the end of a cell.
     """
     from matplotlib.figure import Figure
 
@@ -83,12 +83,12 @@ def new_figure(size: tuple[float, float]) -> "Figure":
 
 
 def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) -> None:
-    """Put the legend above the axes, where it hides nothing, and the title above the legend.
+    """Place the legend above the axes, where it hides nothing, and the title above the legend.
 
     Args:
         ax: The axes.
-        handles: What the legend explains; by default all that has a label.
-        lift: Points above the axes that are taken already.
+        handles: Artists in the legend; by default all with a label.
+        lift: Occupied height above the axes, in points.
     """
     from matplotlib.transforms import ScaledTranslation
 
@@ -117,8 +117,8 @@ def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) 
 
 
 def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
-    """Take away the upper and the right side of the frame, and put axes behind what is drawn; draw
-    a grid where asked to.
+    """Remove the upper and the right side of the frame, put axes behind the data, and draw a grid
+    if given.
     """
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("0.5")
@@ -141,7 +141,7 @@ def finish(
     legend: bool = False,
     **labels: Any,
 ) -> "Axes":
-    """Give axes their title and labels, make them quiet, draw the legend above them, and return
+    """Set title and labels of axes, apply the common style, draw the legend above them, and return
     them.
     """
     ax.set(title=title or "", **labels)
@@ -161,7 +161,5 @@ def whole(ax: "Axes") -> None:
 
 
 def some(count: int) -> list[int]:
-    """Return the places to name on an axis with this many: all of them, or every few of many, 20 at
-    most.
-    """
+    """Return the positions of labels on an axis with this number of entries, at most 20."""
     return list(range(0, count, max(1, -(-count // 20))))

@@ -1,4 +1,4 @@
-"""Diagrams of predicted numbers: whether intervals hold as many targets as they should."""
+"""Diagrams of predicted numbers: measured against nominal coverage."""
 
 from typing import Any
 
@@ -6,14 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
+from bayesfl.evaluation.metrics import coverage, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
 from bayesfl.evaluation.plots.look import (
     BLUE,
     GREY,
     INK,
     Axes,
-    clean,
     finish,
     literal,
     new_figure,
@@ -27,25 +26,22 @@ LEVELS = np.linspace(0.05, 0.95, 19)
 def interval_reliability(
     source: Any,
     *,
-    bins: int = 10,
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the share of targets inside central intervals against the nominal share, and the PIT
-    histogram beneath.
+    """Draw the coverage of central intervals against the nominal coverage.
 
-    The blue line is of all targets pooled, grey ones of each client. Below the diagonal intervals
-    are too narrow, above it too wide. The band is where the blue line lies with probability 0.95,
-    at each level alone, if predictions are calibrated and examples independent. A flat histogram
-    means calibrated predictions, see `bayesfl.metrics.pit_histogram`. Kuleshov, Fenner, Ermon,
-    "Accurate uncertainties for deep learning using calibrated regression", ICML 2018.
+    The blue line is for all targets pooled, grey lines are for each client. Below the diagonal
+    intervals are too narrow, above it too wide. If predictions are calibrated and examples
+    independent, the blue line lies in the band with probability 0.95 at each level. Kuleshov,
+    Fenner, Ermon, "Accurate uncertainties for deep learning using calibrated regression", ICML
+    2018.
 
     Args:
-        source: A simulation's result, whose personal predictions on its test data are used, under
-            the distribution of its likelihood; or (mean, variance, targets, mask) of normal ones,
-            as `bayesfl.metrics.coverage` takes them.
-        bins: Number of bins of the histogram.
-        ax: Where to draw; it makes room for the histogram beneath. By default a new figure.
+        source: A simulation's result, for its personal predictions on test data under the
+            distribution of its likelihood; or (mean, variance, targets, mask) of normal
+            predictions, as for `bayesfl.metrics.coverage`.
+        ax: Where to draw; by default a new figure.
         title: Of the diagram.
 
     Returns:
@@ -71,12 +67,7 @@ def interval_reliability(
             -1,
         ).numpy()
 
-    if ax is None:
-        figure = new_figure((4.0, 4.7))
-        grid = figure.add_gridspec(2, 1, height_ratios=(4, 1))
-        ax, beneath = figure.add_subplot(grid[0]), figure.add_subplot(grid[1], label="histogram")
-    else:
-        beneath = ax.inset_axes((0, -0.32, 1, 0.2), label="histogram")
+    ax = new_figure((4.0, 3.9)).add_subplot() if ax is None else ax
     together, count = shares(*pooled)[0], int(mask.sum())
     wide = 1.96 * np.sqrt(LEVELS * (1 - LEVELS) / count)
     ax.fill_between(
@@ -104,21 +95,6 @@ def interval_reliability(
     )
     number = f"n = {count:,}".replace(",", "\u2009")
     ax.text(0.97, 0.04, number, transform=ax.transAxes, ha="right", va="bottom", fontsize="small")
-    histogram = pit_histogram(*pooled, bins=bins, distribution=kind)[0].numpy()
-    beneath.bar(
-        np.linspace(0, 1, bins + 1)[:-1],
-        histogram * bins,
-        1 / bins,
-        align="edge",
-        color=BLUE,
-        alpha=0.85,
-        edgecolor="white",
-        linewidth=0.6,
-        gid="pit",
-    )
-    beneath.axhline(1, linestyle=(0, (4, 3)), color=INK, linewidth=1)
-    beneath.set(xlim=(0, 1), xlabel="probability integral transform, P(Y ≤ y)", ylabel="density")
-    clean(beneath)
     return finish(
         ax,
         title,
@@ -132,19 +108,12 @@ def interval_reliability(
 
 
 def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:
-    """Find means, variances, targets and mask of a result or of what was given, and the
-    distribution.
+    """Return means, variances, targets, mask and the distribution, from a result or from the
+    arguments.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
-        test = source.data.test
-        found = source.predict(test)
-        targets, mask = test.padded_labels()
-        return (
-            found.mean,
-            found.variance,
-            targets.cpu(),
-            mask.cpu(),
-            getattr(found.likelihood, "distribution", "normal"),
-        )
+        found = source.predict(source.data.test)
+        kind = getattr(found.likelihood, "distribution", "normal")
+        return found.mean, found.variance, found.labels, found.mask, kind
     mean, variance, targets, mask = (torch.as_tensor(t) for t in source[:4])
     return mean, variance, targets, mask, source[4] if len(source) > 4 else "normal"

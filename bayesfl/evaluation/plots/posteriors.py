@@ -29,13 +29,12 @@ def marginals(
     """Draw marginals of single weights, one posterior beside another: the median, a thick line for
     the 50 % interval and a thin one for that of 90 %.
 
-    Beside a reference such as `bf.posteriors.nuts`, an approximation that is too sure has shorter
-    lines.
+    An overconfident approximation has shorter lines than a reference such as `bf.posteriors.nuts`.
 
     Args:
-        entries: {name: `Samples`, or a Gaussian that is drawn from, as a `Laplace`}, all of the
-            same weights.
-        weights: Which weights, as places in their flat vector; None for the first 12.
+        entries: {name: `Samples`, or a Gaussian such as a `Laplace`, from which draws are made},
+            all for the same weights.
+        weights: Indices of the weights in their flat vector; None for the first 12.
         draws: Number of draws of a Gaussian.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -44,7 +43,7 @@ def marginals(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The posteriors are of different weights.
+        ValueError: The posteriors are for different weights.
 
     >>> x, y = torch.randn(30, 2), torch.arange(30) % 2
     >>> model = nn.Linear(2, 2)
@@ -125,7 +124,7 @@ def predictions(
     """
     rows = torch.as_tensor(x)
     if rows.dim() != 2 or rows.shape[1] not in (1, 2):
-        raise ValueError(f"x must be [N, 1] or [N, 2], which can be drawn, got {list(rows.shape)}")
+        raise ValueError(f"x must be [N, 1] or [N, 2], got {list(rows.shape)}")
     ax = new_figure((5.4, 3.6)).add_subplot() if ax is None else ax
     low, high = rows.amin(0), rows.amax(0)
     room = (high - low) / 4
@@ -137,7 +136,9 @@ def predictions(
     probs = kept.get("probs")
     if probs is None and kept["mean"].shape[1] > 1:
         outputs = kept["mean"].shape[1]
-        raise ValueError(f"{outputs} outputs are no one curve: take a model of one output")
+        raise ValueError(
+            f"a model with {outputs} outputs has no single curve; use a model with one output"
+        )
     if len(sides) == 2:
         unsure = kept["variance"].sqrt() if probs is None else torch.special.entr(probs).sum(-1)
         image = ax.pcolormesh(*sides, unsure.view(points, points).T, cmap="viridis", vmin=0)

@@ -1,5 +1,5 @@
-"""Diagrams of promises: coverage by client, label or group with exact intervals, sizes of sets, and
-the evidence of alarms over time.
+"""Diagrams of guarantees: coverage by client, label or group with exact intervals, sizes of sets,
+and the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,6 @@ from bayesfl.evaluation.plots.look import (
 )
 
 RED = OKABE_ITO[1]
-_LOW, _HIGH = 1e-3, 1e9
 
 
 @literal
@@ -33,14 +32,14 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes
     beneath.
 
-    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth.
-    The bars are intervals that all hold together with probability 1 - `delta` of the audit. Units
-    whose whole bar lies below the promise are drawn in vermilion. The dashed line is the promise,
-    the dotted one what the worst unit would show on average by chance alone, if all kept it
-    exactly. A size without end is a hatched bar.
+    A point is the share of a unit's rows whose set contains the truth; a unit is a client, a label
+    or a group. The bars are intervals that all cover together with probability 1 - `delta` of the
+    audit. Units whose whole bar lies below the guaranteed level are vermilion. The dashed line is
+    this level, the dotted one the expected lowest measured coverage if all units have it. An
+    infinite size is a hatched bar.
 
     Args:
-        entries: What `Result.audit` gives; {name: that} for several side by side.
+        entries: An audit from `Result.audit`; {name: audit} for several side by side.
         title: Of the figure.
 
     Returns:
@@ -63,7 +62,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     uppers, lowers = figure.subplots(
         2, len(named), sharex="col", sharey="row", squeeze=False, height_ratios=(3, 1)
     )
-    # A part of the axis remains where all sizes are 0 or without end.
+    # A part of the axis remains if all sizes are 0 or infinite.
     least = 1e-12 if next(iter(named.values())).right is None else 1.0
     sizes = np.concatenate([found.size for found in named.values()])
     top = 1.08 * sizes[np.isfinite(sizes)].max(initial=least)
@@ -103,7 +102,7 @@ def evidence(
     title: str | None = None,
 ) -> "Axes":
     """Draw the evidence of alarms after every row, on a logarithmic axis from 0.001 to 1e9, and the
-    height at which they are raised.
+    threshold 1 / delta.
 
     Args:
         entries: An alarm; {name: alarm} for several.
@@ -114,7 +113,7 @@ def evidence(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There is no alarm, or they are raised at different heights.
+        ValueError: There is no alarm, or their thresholds differ.
 
     Example:
         >>> from bayesfl.evaluation.alarm import Alarm
@@ -152,7 +151,7 @@ def evidence(
         fontsize="small",
     )
     ax.set_yscale("log")
-    ax.set_ylim(*np.clip(ax.get_ylim(), _LOW, _HIGH))
+    ax.set_ylim(*np.clip(ax.get_ylim(), 1e-3, 1e9))
     return finish(
         ax,
         title,
@@ -164,9 +163,9 @@ def evidence(
 
 
 def _covered(ax: "Axes", beneath: "Axes", found: Any, top: float, *, alone: bool) -> float:
-    """Draw an audit's coverage by unit in `ax`, with its interval and those below the promise in
-    another colour, and in `beneath` mean sizes, hatched up to `top` where they have no end; return
-    the lowest number drawn in `ax`.
+    """Draw an audit's coverage and intervals by unit in `ax`, with units below the guaranteed level
+    in another colour, and mean sizes in `beneath`, hatched up to `top` if infinite; return the
+    lowest number drawn in `ax`.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -19,8 +19,8 @@ def study(
     standard error to each side.
 
     Args:
-        table: The table of a study, or of `bf.table`; where it has several options of a method,
-            those that `Table.chosen` takes.
+        table: The table of a study, or of `bf.table`; for a method with several options, those that
+            `Table.chosen` selects.
         metric: A column of the history; None for the personal accuracy, of regressions the personal
             RMSE.
         ax: Where to draw; by default a new figure.
@@ -30,7 +30,7 @@ def study(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: No run has such a measure, or as by `Table.chosen`.
+        ValueError: No run has such a measure; or see `Table.chosen`.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3)
@@ -66,26 +66,27 @@ def paired(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw two methods client by client: a dot for each client and seed, at its test measures after
-    the last round under the two methods.
+    """Compare two methods by client: a dot for each client and seed, at its test measures after the
+    last round with the two methods.
 
     A dot's area grows with the client's number of test examples.
 
     Args:
         table: As of `study`.
-        one: The method whose measure is across.
-        other: The method whose measure is up.
+        one: The method on the x axis.
+        other: The method on the y axis.
         metric: A measure by client, as `nll`; None for the accuracy, of regressions the RMSE.
         ax: Where to draw; by default a new figure.
-        title: Of the axes; by default, for how many clients the other method's measure is better.
+        title: Title of the axes; by default the number of clients for which the other method is
+            better.
 
     Returns:
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
         KeyError: The clients have no such measure.
-        ValueError: The methods have no seed on the same data, there are no test data, the table is
-            of the best rounds, or as by `Table.chosen`.
+        ValueError: The methods have no seed on the same data, there are no test data, or the table
+            has the best rounds; or see `Table.chosen`.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3)
@@ -97,8 +98,8 @@ def paired(
     """
     if table.at == "best":
         raise ValueError(
-            "clients' measures are kept of the last round alone, and this table is of each run's "
-            "best; take table.chosen(at='last')"
+            "clients' measures exist for the last round only, and this table has each run's best "
+            "round; use table.chosen(at='last')"
         )
     columns = [[row.clients() for row in pair] for pair in table.pairs(one, other)]
     usual = [name.removeprefix("personal_") for name in HEADLINES]

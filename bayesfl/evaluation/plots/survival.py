@@ -15,10 +15,10 @@ def kaplan_meier(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw survival curves, with bands of their intervals, and below them how many rows are at risk
-    at the first time at or after a tick.
+    """Draw survival curves with bands for their intervals, and below them the numbers of rows at
+    risk at the first time at or after a tick.
 
-    A curve ends where nobody is at risk.
+    A curve ends at the last time with rows at risk.
 
     Args:
         found: Curves, of `bf.stats.kaplan_meier`.
@@ -56,7 +56,7 @@ def kaplan_meier(
 
 
 def _numbers(ax: "Axes", found: Any, colours: list[str]) -> None:
-    """Write below the axes how many rows of each group are at risk at the ticks."""
+    """Write below the axes the number of rows at risk in each group at the ticks."""
     times, counts = found.times.numpy(), found.at_risk.numpy()
     ticks = [t for t in ax.get_xticks() if 0 <= t <= ax.get_xlim()[1]]
     for place, (group, colour) in enumerate(zip(found.groups, colours, strict=True)):

@@ -15,7 +15,6 @@ Gaussian, with its mean and the covariance
 which is too wide by the last factor, and wider with batches, because their noise is not corrected.
 """
 
-import logging
 from typing import Annotated
 
 import numpy as np
@@ -29,8 +28,6 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.batches import Data
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
-
-log = logging.getLogger(__name__)
 
 
 @declared
@@ -181,5 +178,4 @@ def sghmc(
                 f"chain {chain + 1} is not finite: the rate {rate:g} is too large for this model "
                 f"and these inputs; use {rate / 10:g}"
             )
-        log.info("chain %d of %d: %d draws", chain + 1, chains, draws)
     return Samples(kept, target.layout, target.model, target.likelihood)

@@ -69,8 +69,8 @@ def nuts(
         likelihood: Distribution of y given the outputs; categorical by default.
         pattern: A shell-style pattern over the names of the sampled parameters, such as `head.*`.
         draws: Number of kept draws of each chain.
-        warmup: Number of draws of each chain before these, in which step size and mass matrix are
-            adapted; they are dropped.
+        warmup: Number of earlier draws of each chain, which adapt step size and mass matrix; they
+            are dropped.
         chains: Number of chains.
         seed: Seed of the starts and the draws, >= 0.
         full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations,
@@ -111,7 +111,7 @@ def nuts(
 
     kept, diverging = [], []
     words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
-    for chain, word in enumerate(words):
+    for word in words:
         with _Seeded(int(word)):
             start = loc + target.precision.rsqrt().clamp_max(1) * torch.randn(
                 layout.size, dtype=torch.float64
@@ -147,7 +147,6 @@ def nuts(
                 0, torch.tensor(places, dtype=torch.long), True
             )
         )
-        log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
     samples = Samples(
         torch.stack(kept),
         target.layout,
@@ -181,4 +180,4 @@ class _Seeded(TorchFunctionMode):
 
 
 _DRAWS = {torch.bernoulli, torch.normal, torch.rand, torch.randn}
-"""The functions by which Pyro draws."""
+"""Functions that Pyro uses to draw."""

@@ -86,7 +86,6 @@ def test_arrays_of_one_model_need_no_mask():
         metrics.coverage,
         metrics.crps,
         metrics.gaussian_nll,
-        metrics.pit_histogram,
     ):
         assert_close(measure(mean, variance, y), measure(*many)[0])
         assert_close(measure(mean[:, 0], variance[:, 0], y), measure(*many)[0])

@@ -97,51 +97,34 @@ def test_scores_and_tables_by_client():
     )
 
 
-def test_the_histogram_of_calibrated_predictions_is_flat():
-    """And that of predictions too narrow is a valley, of shares that add up to 1."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randn(1, 20_000, 1, generator=generator, dtype=torch.float64)
-    mask, zero = torch.ones(1, 20_000).bool(), torch.zeros_like(y)
-    flat = metrics.pit_histogram(zero, zero + 1, y, mask)
-    assert flat.shape == (1, 10)
-    assert flat.sum().item() == pytest.approx(1)
-    assert (flat - 0.1).abs().max() < 0.01
-    narrow = metrics.pit_histogram(zero, zero + 0.25, y, mask)[0]
-    assert min(narrow[0], narrow[-1]) > 0.2
-    assert metrics.pit_histogram(zero, zero + 1, zero + 40, mask, bins=4).tolist() == [[0, 0, 0, 1]]
-
-
-def test_counts_far_from_their_rate_lie_in_the_outer_bins():
+def test_counts_far_from_their_rate_are_outside():
     """Where P(Y < y) and P(Y <= y) both round to 1, or to 0."""
-    for rate, count, shares in ((5000.0, 2000, [1, 0, 0, 0]), (5.0, 200, [0, 0, 0, 1])):
+    for rate, count in ((5000.0, 2000), (5.0, 200)):
         mean = torch.full((1, 2, 1), rate, dtype=torch.float64)
         y, mask = torch.full_like(mean, count), torch.ones(1, 2).bool()
-        found = metrics.pit_histogram(mean, mean, y, mask, distribution="counts", bins=4)
-        assert found.tolist() == [shares]
+        for level in (0.5, 0.999):
+            assert metrics.coverage(mean, mean, y, mask, level, distribution="counts") == 0
 
 
-def test_the_histogram_of_counts_is_flat():
-    """Though counts lie apart; that of a rate twice as high is not."""
+def test_coverage_of_counts_is_nominal():
+    """Though counts lie apart, at every level; that of a rate twice as high is not."""
     y = torch.poisson(
         torch.full((1, 20_000, 1), 2.5, dtype=torch.float64),
         generator=torch.Generator().manual_seed(0),
     )
     mask, mean = torch.ones(1, 20_000).bool(), torch.full_like(y, 2.5)
-    flat = metrics.pit_histogram(mean, mean, y, mask, distribution="counts")[0]
-    assert flat.sum().item() == pytest.approx(1)
-    assert (flat - 0.1).abs().max() < 0.01
-    assert metrics.pit_histogram(2 * mean, 2 * mean, y, mask, distribution="counts")[0, 0] > 0.3
+    for level in (0.1, 0.3, 0.5, 0.9):
+        found = metrics.coverage(mean, mean, y, mask, level, distribution="counts")
+        assert found.item() == pytest.approx(level, abs=0.01)
+    high = metrics.coverage(2 * mean, 2 * mean, y, mask, 0.9, distribution="counts")
+    assert high.item() < 0.7
     summary = summarised(mean, mean, y, mask, "counts")
     assert summary["nll"] == pytest.approx(
         float(-torch.distributions.Poisson(mean).log_prob(y).mean())
     )
-    for level in (50, 90):
-        assert summary[f"coverage_{level}"] == pytest.approx(level / 100, abs=0.01)
 
 
 def test_what_is_no_count_or_distribution():
     mean, variance, targets, mask = regression()
     with pytest.raises(ValueError, match="whole numbers >= 0"):
         metrics.crps(mean.abs() + 1, variance, targets, mask, distribution="counts")
-    with pytest.raises(ValueError, match=r"bins .*got 0"):
-        metrics.pit_histogram(mean, variance, targets, mask, bins=0)

@@ -47,7 +47,7 @@ def test_two_methods_client_by_client(results: dict[str, Any]):
     wanted = np.array([[run.table()["nll"] for run in runs] for runs in results.values()]).reshape(
         2, -1
     )
-    with pytest.raises(ValueError, match="last round alone"):
+    with pytest.raises(ValueError, match="last round only"):
         bf.plots.paired(replace(bf.table(results), at="best"), "FedAvg", "Ditto")
     (dots,) = ax.collections
     np.testing.assert_allclose(np.asarray(dots.get_offsets()).T, wanted)
