@@ -199,7 +199,7 @@ def test_weights_that_are_refused():
     options: Any = {"outcome": "ill", "terms": TERMS}
     for weights, error, words in (
         ({"weights": "w"}, TypeError, "did you mean frequency_weights= or probability_weights="),
-        ({"frequency_weights": "w"}, ValueError, "'w' that are no whole numbers"),
+        ({"frequency_weights": "w"}, ValueError, "'w' that are not whole numbers"),
         ({"frequency_weights": "count", "probability_weights": "w"}, ValueError, "the product"),
     ):
         with pytest.raises(error, match=words):
