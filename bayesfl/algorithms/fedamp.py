@@ -80,8 +80,12 @@ def fedamp(
         cloud = server["cloud"].index_copy(0, ids, mixed.to(server["cloud"]))
         return {"cloud": cloud, "w": {"loc": cloud.mean(0, dtype=torch.float64).to(cloud)}}
 
-    energy = Energy("w", ("w",), likelihood="mean")
-    step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+    )
     tied = Normal(centre=lambda given, view: view["cloud"], variance=spread)
     return Algorithm(
         model,

@@ -141,8 +141,13 @@ def fedem(
         block = replace(
             block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior)
         )
-    energy = Energy("components", PARTS, likelihood="mean", weight=responsibility)
-    m_step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser, draws=draws)
+    m_step = Descend(
+        Energy("components", PARTS, likelihood="mean", weight=responsibility),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        draws=draws,
+    )
     return Algorithm(
         model,
         {"components": block},

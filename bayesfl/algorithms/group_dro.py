@@ -123,9 +123,12 @@ def group_dro(
             "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)},
         }
 
-    energy = Energy("w", ("w",), likelihood="mean", weight=counted)
     step = Descend(
-        energy, steps=steps, batch_size=batch_size, optimiser=optimiser, persist="w_optimiser"
+        Energy("w", ("w",), likelihood="mean", weight=counted),
+        steps=steps,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        persist="w_optimiser",
     )
     return Algorithm(
         model,

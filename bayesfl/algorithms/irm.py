@@ -71,15 +71,17 @@ def irm(
         >>> result = bf.simulate(method, clients, rounds=1)
     """
     annealed = Annealed(gamma, start=anneal)
-    energy = irm_energy("w", likelihood, annealed, estimator=estimator)
     step = Descend(
-        energy, steps=steps, batch_size=batch_size, optimiser=optimiser, persist="w_optimiser"
+        irm_energy("w", likelihood, annealed, estimator=estimator),
+        steps=steps,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        persist="w_optimiser",
     )
-    phases = (*anew_at(annealed, "w_optimiser"), step)
     return Algorithm(
         model,
         {"w": Block(prior=tied(annealed, l2=l2))},
-        phases,
+        (*anew_at(annealed, "w_optimiser"), step),
         parts=("w",),
         likelihood=likelihood,
     )
@@ -127,9 +129,11 @@ def irm_l2(
         "likelihood": likelihood,
     }
     lower = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
-    plain = Energy("theta", ("theta",), likelihood="mean")
     fit = Descend(
-        plain, steps=personal_steps * steps, batch_size=batch_size, optimiser=personal_optimiser
+        Energy("theta", ("theta",), likelihood="mean"),
+        steps=personal_steps * steps,
+        batch_size=batch_size,
+        optimiser=personal_optimiser,
     )
     return with_personal(
         lower, fit, prior=tied(Annealed(0.0), lam=lam, centre=server_mean("w")), restart=True

@@ -125,15 +125,18 @@ def perinvfl(
 
     if variant == "distance":
         annealed = Annealed(gamma, start=anneal)
-        energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
-        fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **personal)
-        phases = (*anew_at(annealed, "theta_optimiser"), fit)
-        adapt = (replace(fit, steps=adapt_steps),)
+        fit = Descend(
+            irm_energy("theta", likelihood, annealed, estimator=estimator),
+            steps=personal_steps * steps,
+            batch_size=batch_size,
+            **personal,
+        )
         return with_personal(
             below,
-            *phases,
+            *anew_at(annealed, "theta_optimiser"),
+            fit,
             prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")),
-            adapt=adapt,
+            adapt=(replace(fit, steps=adapt_steps),),
         )
 
     contrasted = Energy(

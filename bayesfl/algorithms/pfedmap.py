@@ -68,8 +68,11 @@ def pfedmap(
         centre=server_mean("head"),
         variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None],
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    fit_head = Descend(energy, epochs=head_epochs, optimiser=head_optimiser)
+    fit_head = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+    )
     fit_body = Descend(
         Energy("body", parts, likelihood="mean"),
         epochs=body_epochs,

@@ -121,12 +121,19 @@ def pfedvem(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+        draws=draws,
+    )
     m_step = Once(scales.update)
-    body = Energy("body", BOTH, likelihood="mean")
     body_step = Descend(
-        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+        Energy("body", BOTH, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=body_optimiser,
+        draws=draws,
     )
     return _federated(
         model,
@@ -204,11 +211,18 @@ def pfedvem_held(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
-    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
-    body = Energy("body", BOTH, likelihood="mean")
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+        draws=draws,
+    )
     body_step = Descend(
-        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+        Energy("body", BOTH, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=body_optimiser,
+        draws=draws,
     )
     return _federated(
         model, head, (e_step,), body_step, beta, likelihood=likelihood, adapt=(e_step,)

@@ -43,34 +43,42 @@ class Phase(Protocol):
         """Return the number of passes over the client's data, a function of the client, or the name
         of a number that the client receives; with no batch size, of full-batch steps.
         """
+        ...
 
     @property
     def steps(self) -> int | None:
         """Return the number of steps, which replaces `epochs`; None to count passes."""
+        ...
 
     @property
     def batch_size(self) -> int | None:
         """Return the number of examples of a step; None for all of the client's."""
+        ...
 
     @property
     def batched(self) -> bool:
         """Return whether vmap can run the phase; otherwise it runs client by client."""
+        ...
 
     def check(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the phase does not fit the algorithm."""
+        ...
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
         """Return {block: (S, noise size)}: the number of standard normals for one step, S draws of
         each block with draws.
         """
+        ...
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return the initial state that one client keeps from round to round for this phase alone,
         given the posteriors (`beliefs`) of all blocks.
         """
+        ...
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """Return the state that is passed from step to step, before the first step."""
+        ...
 
     def step(
         self,
@@ -82,11 +90,13 @@ class Phase(Protocol):
         noise: Noise,
     ) -> Carry:
         """Take one step on a batch and return the new state."""
+        ...
 
     def end(
         self, algorithm: Algorithm, carry: Carry, given: Server, view: View
     ) -> tuple[View, Info]:
         """Return the client's view after the phase, and information for people to read."""
+        ...
 
 
 @dataclass(frozen=True)

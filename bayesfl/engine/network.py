@@ -118,6 +118,7 @@ class Passage(Protocol):
             through: Whether the slope at the inputs is requested.
             rows: Weights of the rows, 0 for padding, and the addresses of draws.
         """
+        ...
 
 
 Kernel: TypeAlias = Callable[[nn.Module], Passage]

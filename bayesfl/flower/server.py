@@ -483,8 +483,11 @@ class _OverFlower(Clients[Deployed]):
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
             split = CALIBRATED if run.steps else "test"
             said = reply.get("config")
-            shares = isinstance(said, ConfigRecord) and said.get("share") is True
-            if shares and (own := records.measures(reply, split)):
+            if (
+                isinstance(said, ConfigRecord)
+                and said.get("share") is True
+                and (own := records.measures(reply, split))
+            ):
                 each[client] = own
         if found:
             if not run.history.rows:

@@ -61,20 +61,28 @@ def test_names_of_blocks_that_are_refused(name: str, words: str):
 @pytest.mark.parametrize(
     ("where", "what", "words"),
     [
-        ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` has \['w'\]"),
+        (
+            "server",
+            lambda blocks, clients: {"w": torch.zeros(1)},
+            r"`server` has the names \['w'\]",
+        ),
         (
             "server",
             lambda blocks, clients: {"round": torch.zeros(1)},
-            r"`server` has \['round'\].*reserved",
+            r"`server` has the names \['round'\].*reserved",
         ),
         ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' .*dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
-        ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
-        ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
-        ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
-        ("reports", {"ids": 0.0}, r"`reports` has \['ids'\]"),
+        ("private", {"w": torch.zeros(1)}, r"`private` has the names \['w'\]"),
+        ("private", {"n": torch.zeros(1)}, r"`private` has the names \['n'\]"),
+        ("reports", {"w": torch.zeros(1)}, r"`reports` has the names \['w'\]"),
+        ("reports", {"ids": 0.0}, r"`reports` has the names \['ids'\]"),
         ("reports", {"a.b": 0.0}, r"'a\.b' .*dots"),
-        ("address", lambda server, ids: {"n": torch.zeros(len(ids))}, r"`address` has \['n'\]"),
+        (
+            "address",
+            lambda server, ids: {"n": torch.zeros(len(ids))},
+            r"`address` has the names \['n'\]",
+        ),
     ],
 )
 def test_names_that_are_taken_are_refused(where, what, words):
@@ -291,7 +299,7 @@ def test_shared_parts(name, parts):
         ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, r"phase .*\['n'\]"),
         (
             {"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}},
-            "`address` has .'c'.",
+            "`address` has the names .'c'.",
         ),
         ({"address": lambda server, ids: {"q": torch.zeros(4)}}, r"`address` .*\['q'\].* 1 ids"),
     ],

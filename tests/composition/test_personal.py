@@ -125,7 +125,7 @@ def test_newcomers_start_from_what_they_receive(
         ("fedavg", (), {"adapt": (FIT,)}, r"phases .*got \['v'\] .*\['w'\]"),
         ("fedavg_ft", (FIT,), {}, "fine-tunes its model"),
         ("clustered", (FIT,), {}, "fine-tunes its model"),
-        ("fedsi", (FIT,), {}, "predicts by a predictor"),
+        ("fedsi", (FIT,), {}, "has a predictor"),
         *(
             (name, (FIT,), {}, r"Algorithm\(SplitModel.* no single model")
             for name in ("fedper", "fedpac", "local")

@@ -420,7 +420,7 @@ def test_mixed_gives_each_client_its_own_mixture():
     dense[3, 3], dense[3, 1] = 0.75, 0.25
     made = start["each"].index_copy(0, ids, sent)
     assert_close(new["each"], dense @ made)
-    later = pool.newcomers(new)
+    later = pool.start(new, 0)
     assert {key: len(later[key]) for key in Mixed.holds} == {"each": 0, "weights": 0, "cohort": 0}
     assert later["loc"] is new["loc"]
 

@@ -261,7 +261,7 @@ def test_early_stopping_on_validation_data(parted: FederatedData, tmp_path: Path
     found = deploy(algorithm, parted, tmp_path, on_round=[stop], checkpoint=folder, **options)
     assert found.round == sim.round
     assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-    with pytest.raises(KeyError, match=r"no column 'validation_nll': .*evaluate_every=1"):
+    with pytest.raises(KeyError, match=r"no column 'validation_nll'"):
         deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
 
 

@@ -169,17 +169,10 @@ def test_folders_of_another_kind(
     ):
         deploy(ditto, clients, tmp_path, start=tmp_path / "run", **LATER)
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
-        with pytest.raises(
-            CheckpointError,
-            match=r"holds the files of a node in a deployment over Flower, not the checkpoints.*"
-            r"server's folder",
-        ):
+        with pytest.raises(CheckpointError, match="contains no saved run"):
             deploy(ditto, clients, tmp_path, start=node, **LATER)
     bf.load_client(tmp_path / "node-102", ditto).save(tmp_path / "one")
-    with pytest.raises(
-        CheckpointError,
-        match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client",
-    ):
+    with pytest.raises(CheckpointError, match="contains no saved run"):
         simulated(ditto, clients, start=tmp_path / "one")
 
 

@@ -121,9 +121,8 @@ class ClientModel:
         return ClientModel, tuple(held.values())
 
     def __repr__(self) -> str:
-        how = ", at the means" if self.plug_in else ""
-        inputs = self.schema.inputs
-        return f"ClientModel({self.name!r} after round {self.round}; inputs {inputs}{how})"
+        how = f"inputs {self.schema.inputs}" + ", at the means" * self.plug_in
+        return f"ClientModel({self.name!r} after round {self.round}; {how})"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@ each phase that the state is finite.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -214,8 +214,11 @@ class Local:
                 row = int(np.flatnonzero(ids == first)[0])
                 view = tree_map(lambda t, row=row: t[row], views)
                 batch = tree_map(lambda t: t[0], plan.batch(0, 1))
-                who = called(first, self.names)
-                self._warn_once(algorithm.watch(algorithm, phase, given, view, batch, who))
+                named = called(first, self.names)
+                seen = algorithm.watch(algorithm, phase, given, view, batch, named)
+                for kind, said in seen.items():  # once in a run, not for every client and round
+                    if self.said.setdefault(kind, said) is said:
+                        warn(said)
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -256,14 +259,6 @@ class Local:
             self._bytes(given, received.addressed, len(ids)),
             diverged,
         )
-
-    def _warn_once(self, found: Mapping[str, str]) -> None:
-        """Issue each kind of a method's warnings once in a run, not again for other clients and
-        later rounds.
-        """
-        for kind, said in found.items():
-            if self.said.setdefault(kind, said) is said:
-                warn(said)
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return the number of bytes that the clients receive in a round; frozen blocks do not

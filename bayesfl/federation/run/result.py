@@ -282,8 +282,7 @@ class Result(Run):
         """
         import pandas as pd
 
-        rows = self.data.splits[split]
-        measured = self.known_of(rows, draws).measured().table()
+        measured = self.known_of(self.data.splits[split], draws).measured().table()
         columns = {f"{name}_rows": part.counts for name, part in self.data.splits.items()} | {
             name: values for name, values in measured.items() if name not in ("client", "examples")
         }

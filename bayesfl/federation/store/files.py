@@ -117,8 +117,12 @@ def _source(kind: type) -> dict[str, str]:
 def _written(one: Answer | Fitted) -> dict[str, Any]:
     if isinstance(one, Answer):
         return one._asdict() | {"state": dict(one.state)}
-    said = {**vars(one), "state": dict(one.state), "own": dict(one.own)}
-    return {**said, "step": described_steps([one.step])[0]}
+    return {
+        **vars(one),
+        "state": dict(one.state),
+        "own": dict(one.own),
+        "step": described_steps([one.step])[0],
+    }
 
 
 def _as_fitted(one: Mapping[str, Any]) -> Answer | Fitted:

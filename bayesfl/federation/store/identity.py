@@ -134,9 +134,10 @@ def network_differences(
             then = known.get(part)
             if isinstance(then, Mapping):
                 now["held"][part] = {key: one for key, one in of.items() if key in then}
-    found: dict[str, tuple[Any, Any]] = {}
-    for part in ("layers", "parameters", "held", "code", "constants"):
-        found |= differences({part: made_with.get(part, {})}, {part: now[part]})
+    parts = ("layers", "parameters", "held", "code", "constants")
+    found = differences(
+        {part: made_with.get(part, {}) for part in parts}, {part: now[part] for part in parts}
+    )
     # The values of layers of different types differ in any case.
     kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
     return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
