@@ -172,10 +172,7 @@ def test_folders_of_another_kind(
         with pytest.raises(CheckpointError, match="contains no saved run"):
             deploy(ditto, clients, tmp_path, start=node, **LATER)
     bf.load_client(tmp_path / "node-102", ditto).save(tmp_path / "one")
-    with pytest.raises(
-        CheckpointError,
-        match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client",
-    ):
+    with pytest.raises(CheckpointError, match="contains no saved run"):
         simulated(ditto, clients, start=tmp_path / "one")
 
 
