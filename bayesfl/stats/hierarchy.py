@@ -270,8 +270,9 @@ def derivatives(
     at = at.detach().clone().requires_grad_()
     total = log_marginals(family, groups, phi(at)).sum()
     (slope,) = torch.autograd.grad(total, at, create_graph=True)
-    rows = [torch.autograd.grad(one, at, retain_graph=True)[0] for one in slope]
-    return total.detach(), slope.detach(), torch.stack(rows)
+    unit = torch.eye(len(at), dtype=at.dtype)
+    (hessian,) = torch.autograd.grad(slope, at, unit, is_grads_batched=True)
+    return total.detach(), slope.detach(), hessian
 
 
 def information(groups: Groups, phi: Phi) -> Tensor:
