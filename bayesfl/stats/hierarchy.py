@@ -220,12 +220,14 @@ def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
     """
     u, hessian = modes(family, groups, phi)
     fixed, z = _predictors(groups, phi)
-    if u.shape[-1] == 1 and family.own != ("log sigma",):
+    normal = family.own == ("log sigma",)
+    if u.shape[-1] == 1 and not normal:
         return _quadrature(family, groups, phi, fixed, z, u, hessian)
     if phi.beta.requires_grad:
         # Two steps of Newton's at the minimum change nothing but make its derivatives right: the
-        # first step the first ones, the second step the second ones.
-        for _ in range(2):
+        # first step the first ones, the second step the second ones; of normal outcomes one step
+        # makes all right, as f is quadratic.
+        for _ in range(1 if normal else 2):
             _, slope, hessian = _at(family, groups, phi, fixed, z, u)
             u = u - _step(groups, slope, hessian)[0]
     value, slope, hessian = _at(family, groups, phi, fixed, z, u)
