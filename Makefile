@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
+# Bytecode is compiled once, and not by each of the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-all test-durability test-deploy lint types docs examples smoke smoke-studies gpu wheel readme benchmarks check clean
 
