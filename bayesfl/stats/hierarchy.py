@@ -272,8 +272,8 @@ def derivatives(
     at = at.detach().clone().requires_grad_()
     total = log_marginals(family, groups, phi(at)).sum()
     (slope,) = torch.autograd.grad(total, at, create_graph=True)
-    unit = torch.eye(len(at), dtype=at.dtype)
-    (hessian,) = torch.autograd.grad(slope, at, unit, is_grads_batched=True)
+    units = torch.eye(len(at)).to(at)
+    (hessian,) = torch.autograd.grad(slope, at, units, is_grads_batched=True)
     return total.detach(), slope.detach(), hessian
 
 

@@ -57,7 +57,7 @@ def test_steps_are_the_papers():
 def test_it_is_the_mean_field_optimum(batch_size: int | None):
     """Of a linear model: its posterior's mean, and 1 / the diagonal of its precision."""
     model, x, y = linear()
-    options = {"precision": 2.0, "likelihood": Gaussian(), "steps": 3000}
+    options = {"precision": 2.0, "likelihood": Gaussian(), "steps": 6000}
     found = ivon(model, x, y, batch_size=batch_size, rate=bf.optim.cosine(0.2), **options)
     precision = x.T @ x + 2 * torch.eye(3).double()
     mean, variance = found.moments()

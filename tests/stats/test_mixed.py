@@ -217,6 +217,7 @@ def test_the_estimate_is_0_at_the_boundary():
     assert 0.01 < table.loc["tau (intercept)", "mean"] < 0.5
 
 
+@pytest.mark.slow
 def test_mixed_models_of_the_same_columns_compare(line: Mixed):
     """By the restricted likelihood and the evidence; those of other columns or rows do not."""
     rows = grown(0.5, sites=6)
