@@ -109,13 +109,13 @@ def scaled(clients: FederatedData) -> nn.Module:
         ({"measures": {"a": lambda p, y: 1.0}}, {"measures": {"a": lambda p, y: 2.0}}, ("m", "m")),
     ],
 )
-@pytest.mark.parametrize("seeds", [(range(3), range(3)), (range(2), range(2, 4))])
+@pytest.mark.parametrize("seeds", [(range(2), range(2)), (range(2), range(2, 4))])
 def test_what_differs_in_more_than_its_seed_is_a_row(
     tmp_path: Path, one_way: Any, other: Any, words: tuple[str, str], seeds: Any
 ):
     """Every row of a folder has the mean and the error of one study alone."""
     made = [
-        one(seeds=which, **changes).run(tmp_path, progress=False)
+        one(**{"seeds": which, "rounds": 1, **changes}).run(tmp_path, progress=False)
         for which, changes in zip(seeds, (one_way, other), strict=True)
     ]
     found = read(tmp_path).summary(["personal_nll"])
