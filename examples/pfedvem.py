@@ -1,7 +1,7 @@
 """Is a hierarchical posterior over personal heads worth its cost? pFedVEM beside Local, FedAvg,
 FedPer and pFedMAP.
 
-    python examples/pfedvem.py  # handwritten digits, under three minutes on two cores
+    python examples/pfedvem.py --jobs 2  # handwritten digits, about three minutes on two slow cores
     python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100  # the paper's data
 
 Every client has one class of each superclass and predicts the superclass, so the meaning of a label

@@ -213,12 +213,14 @@ def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
     """
     u, hessian = modes(family, groups, phi)
     fixed, z = _predictors(groups, phi)
-    if u.shape[-1] == 1 and family.own != ("log sigma",):
+    normal = family.own == ("log sigma",)
+    if u.shape[-1] == 1 and not normal:
         return _quadrature(family, groups, phi, fixed, z, u, hessian)
     if phi.beta.requires_grad:
-        # Two of Newton's steps at the minimum do not move it but make its derivatives right: the
-        # first step the first derivatives, the second step the second ones.
-        for _ in range(2):
+        # Two steps of Newton's at the minimum change nothing but make its derivatives right: the
+        # first step the first ones, the second step the second ones; of normal outcomes one step
+        # makes all right, as f is quadratic.
+        for _ in range(1 if normal else 2):
             _, slope, hessian = _at(family, groups, phi, fixed, z, u)
             u = u - _step(groups, slope, hessian)[0]
     value, slope, hessian = _at(family, groups, phi, fixed, z, u)
@@ -263,8 +265,9 @@ def derivatives(
     at = at.detach().clone().requires_grad_()
     total = log_marginals(family, groups, phi(at)).sum()
     (slope,) = torch.autograd.grad(total, at, create_graph=True)
-    rows = [torch.autograd.grad(one, at, retain_graph=True)[0] for one in slope]
-    return total.detach(), slope.detach(), torch.stack(rows)
+    units = torch.eye(len(at)).to(at)
+    (hessian,) = torch.autograd.grad(slope, at, units, is_grads_batched=True)
+    return total.detach(), slope.detach(), hessian
 
 
 def information(groups: Groups, phi: Phi) -> Tensor:

@@ -1,5 +1,6 @@
 """BPFed on a linear model whose body and head have a column each, where bounds are closed forms."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class Columns(nn.Module):
         return self.body(x[:, :2]) + self.head(x[:, 2:])
 
 
+@pytest.mark.slow
 def test_a_round_maximises_the_bound_under_the_last_rounds_posterior(regressions: FederatedData):
     """Precisions of a mean field are the diagonal of X'X / zeta and the prior's, and its mean that
     of the posterior; the body's are averaged as loc and rho.

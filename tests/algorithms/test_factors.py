@@ -113,6 +113,7 @@ def test_no_factor_has_a_negative_precision():
     assert_close(view["factor"]["precision"], torch.tensor([0.0, PRIOR]).double())
 
 
+@pytest.mark.slow
 def test_variational_inference_ends_at_the_pooled_bounds_maximum(regressions: FederatedData):
     options = {"epochs": 60, "draws": 200, "init_scale": SCALE, "optimiser": Adam(cosine(0.05))}
     result = run(method("pvi", damping=0.5, **options), regressions, rounds=30)

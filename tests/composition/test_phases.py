@@ -154,8 +154,16 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
-@pytest.mark.parametrize("belief", [False, True])
-@pytest.mark.parametrize("optimiser", [SGD(0.05), SGD(0.05, momentum=0.9), Adam(0.01)], ids=str)
+@pytest.mark.parametrize(
+    ("optimiser", "belief"),
+    [
+        (SGD(0.05), False),
+        (SGD(0.05, momentum=0.9), False),
+        (SGD(0.05, momentum=0.9), True),
+        (Adam(0.01), True),
+    ],
+    ids=str,
+)
 def test_passes_of_a_repeat_are_passes_of_its_only_phase(
     clients: FederatedData, kernel: Any, belief: bool, optimiser: Any
 ):
@@ -180,11 +188,12 @@ def test_passes_of_a_repeat_are_passes_of_its_only_phase(
         Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, batch_size=10, epochs=2
     )
     one = replace(step, epochs=1, batch_size=None)
-    close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], trained(step)["loc"])
-    most = -(-int(clients.train.counts.max()) // 10)
-    assert (
-        trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]
-    ).abs().max() > 1e-4
+    wanted = trained(step)["loc"]
+    close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], wanted)
+    if kernel == "reference":
+        most = -(-int(clients.train.counts.max()) // 10)
+        longer = trained(Repeat((one,), times=2 * most, batch_size=10))["loc"]
+        assert (longer - wanted).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -324,12 +333,9 @@ def drawn(client: int, rng: np.random.Generator) -> int:
 
 
 @pytest.mark.parametrize("repeat", [False, True])
-@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
-def test_epochs_by_client(
-    model: nn.Module, clients: FederatedData, kernel: KernelName, repeat: bool
-):
-    """Each client has the numbers that it has where all make as many passes, and knows how many
-    steps it took.
+def test_epochs_by_client(model: nn.Module, clients: FederatedData, repeat: bool):
+    """By every kernel each client has the numbers that it has where all make as many passes, and
+    knows how many steps it took.
     """
 
     def alone(epochs: Any) -> bf.Algorithm:
@@ -341,17 +347,19 @@ def test_epochs_by_client(
         blocks = {"w": Block(pool=None, keep=True)}
         return bf.Algorithm(model, blocks, (train,), parts=("w",), private={"steps": 0.0})
 
-    engine = bf.Engine(kernel, chunk=4, workers=2)
-    found = run(alone(by_client), clients, 2, engine=engine)
-    for epochs in set(PASSES):
-        same = run(alone(epochs), clients, 2, engine=bf.Engine("reference")).private["w"]["loc"]
-        for j, own in enumerate(PASSES):
-            if own == epochs:
-                close(found.private["w"]["loc"][j], same[j])
+    same = {
+        epochs: run(alone(epochs), clients, 2, engine=bf.Engine("reference")).private["w"]["loc"]
+        for epochs in set(PASSES)
+    }
+    wanted = torch.stack([same[own][j] for j, own in enumerate(PASSES)])
     steps = [1 if repeat else e * -(-n // 10) for e, n in zip(PASSES, SIZES, strict=True)]
-    assert found.private["steps"].tolist() == steps
-    losses = found.history["train_nll"]
-    assert len(losses) == 2
+    kernels: tuple[KernelName, ...] = ("reference", "layers", "live", "vmap")
+    for kernel in kernels:
+        engine = bf.Engine(kernel, chunk=4, workers=2)
+        found = run(alone(by_client), clients, 2, engine=engine)
+        close(found.private["w"]["loc"], wanted)
+        assert found.private["steps"].tolist() == steps
+        assert len(found.history["train_nll"]) == 2
 
 
 def test_epochs_are_drawn_by_address(model: nn.Module, clients: FederatedData):

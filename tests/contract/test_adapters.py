@@ -18,9 +18,6 @@ from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.federation.made import run, state
 
-torchvision()  # peft imports it
-from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
-
 TIES: dict[str, Any] = {
     "shared": {},
     "private": {"keep": True, "pool": None},
@@ -55,13 +52,19 @@ def by_hand() -> nn.Module:
     return model
 
 
+def injected(model: nn.Module, **options: Any) -> nn.Module:
+    """The model with peft's adapters, whose import takes seconds: here, where tests need it."""
+    torchvision()  # peft imports it
+    from peft import LoraConfig, inject_adapter_in_model
+
+    return inject_adapter_in_model(LoraConfig(r=2, **options), model)
+
+
 def by_peft() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 6), nn.ReLU())
     model.add_module("classifier", nn.Linear(6, 3))
-    return inject_adapter_in_model(
-        LoraConfig(r=2, target_modules=["0", "2"], modules_to_save=["classifier"]), model
-    )
+    return injected(model, target_modules=["0", "2"], modules_to_save=["classifier"])
 
 
 def lora(model: nn.Module, tie: str) -> Algorithm:
@@ -125,4 +128,4 @@ def test_adapters_without_a_head_that_is_named_are_no_silent_success():
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU())
     model.add_module("classifier", nn.Linear(6, 3))
     with pytest.raises(ValueError, match=r"'\*classifier\*'.*requires_grad=False"):
-        lora(inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model), "shared")
+        lora(injected(model, target_modules=["0"]), "shared")

@@ -28,10 +28,10 @@ def loop(name: str, steps: int) -> nn.Module:
 @pytest.mark.parametrize("kernel", ["auto", "live", "reference"])
 def test_trained_as_by_a_plain_loop(name, kernel):
     data = bf.data.from_arrays([X], [Y], test=([X], [Y]), outputs=3)
-    method = bf.algorithms.fedavg(made(name), epochs=4, batch_size=None, optimiser=SGD(0.5))
+    method = bf.algorithms.fedavg(made(name), epochs=2, batch_size=None, optimiser=SGD(0.5))
     engine = bf.Engine(kernel)
     run = bf.simulate(method, data, rounds=2, engine=engine, dtype=torch.float64, progress=False)
-    plain = loop(name, 8)
+    plain = loop(name, 4)
     for (key, mine), (_, theirs) in zip(
         run.model().named_parameters(), plain.named_parameters(), strict=True
     ):

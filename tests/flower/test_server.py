@@ -88,8 +88,8 @@ def test_a_deployment_is_the_simulation(
     algorithm = case(model)
     if algorithm.tally and participation < 1:
         train = "cohort"
-    options = {"participation": participation, "train": train}
-    sim = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
+    options = {"participation": participation, "train": train, "rounds": 2}
+    sim = simulated(algorithm, clients, **options)
     found = deploy(algorithm, clients, tmp_path, **options)
     assert_same(found, tmp_path, sim)
     assert_predicts(found, tmp_path, sim)

@@ -17,7 +17,7 @@ MOMENTUM = {sgld: 0.0, sghmc: 0.5}
 def drawn(sampler, **options) -> Samples:
     """Draws for the linear model, from its MAP on."""
     model, x, y, precision = linear_model()
-    plan = {"rate": RATE[sampler], "warmup": 50, "thin": 1, "draws": 4000} | options
+    plan = {"rate": RATE[sampler], "warmup": 50, "thin": 1, "draws": 2000} | options
     if sampler is sghmc:
         plan["momentum"] = MOMENTUM[sampler]
     return sampler(model, x, y, precision=precision, likelihood=Gaussian(0.5), **plan)

@@ -86,7 +86,7 @@ def test_likelihoods_of_other_outcomes_do_not_compare():
             ill.compare(fit(outcome, family))
 
 
-@pytest.mark.parametrize("fit", ["glm", "mixed"])
+@pytest.mark.parametrize("fit", ["glm", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_each_site_left_out_in_turn(fit: str):
     found = {
         "glm": lambda given: bf.stats.glm(given, family="binomial", intercept="per_site"),
@@ -106,6 +106,7 @@ def test_each_site_left_out_in_turn(fit: str):
     assert whole.without("north").table().equals(others.table())
 
 
+@pytest.mark.slow
 def test_posteriors_of_sites():
     """Of a mixed model: those of `sites`, between the site's own estimate and the joint one."""
     fit = bf.stats.mixed(sites("gaussian"), family="gaussian", random=["1", "age"])

@@ -217,6 +217,7 @@ def test_the_estimate_is_0_at_the_boundary():
     assert 0.01 < table.loc["tau (intercept)", "mean"] < 0.5
 
 
+@pytest.mark.slow
 def test_mixed_models_of_the_same_columns_compare(line: Mixed):
     """By the restricted likelihood and the evidence; those of other columns or rows do not."""
     rows = grown(0.5, sites=6)
@@ -372,11 +373,17 @@ def plain() -> Tables:
     return bf.stats.tables(rows, outcome="y")
 
 
-def test_the_posterior(plain: Tables):
+@pytest.fixture(scope="module")
+def intercepts(plain: Tables) -> Mixed:
+    """The posterior of their intercepts."""
+    return bf.stats.mixed(plain, family="gaussian", tau_scale=1.0, draws=6000)
+
+
+def test_the_posterior(plain: Tables, intercepts: Mixed):
     """Means and standard deviations beside a grid over (beta, log tau, log sigma), and of a site's
     own intercept, which is normal at each point of it.
     """
-    fit = bf.stats.mixed(plain, family="gaussian", tau_scale=1.0, draws=6000)
+    fit = intercepts
     y = np.stack([site.y.numpy() for site in plain.sites if site.y is not None])
     unit = y.std()
     beta = np.linspace(-1, 3, 81)[:, None, None]
@@ -410,9 +417,8 @@ def test_the_posterior(plain: Tables):
     assert fit.k_hat < 0.7 < fit.effective
 
 
-def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables):
+def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables, intercepts: Mixed):
     """The evidence is the mean weight: beside the integral over a fine grid."""
-    fit = bf.stats.mixed(plain, family="gaussian", tau_scale=1.0, draws=6000)
     y = np.stack([site.y.numpy() for site in plain.sites if site.y is not None])
     unit = float(y.std())
     axes = [torch.linspace(*ends, steps) for ends, steps in (((-1, 3), 41), ((-6, 2), 81))]
@@ -421,7 +427,7 @@ def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables):
     survey = Draws("gaussian", 0, (), (0,), None, (), (), at={"phi": grid})
     logs = Questions(plain).conduct(survey)["log_likelihood"] + survey.log_prior(grid, unit)
     cell = np.prod([float(axis[1] - axis[0]) for axis in axes])
-    close(fit.evidence, float(logs.logsumexp(0)) + np.log(cell), rtol=0, atol=0.05)
+    close(intercepts.evidence, float(logs.logsumexp(0)) + np.log(cell), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -1,5 +1,7 @@
 """One study that the tests share."""
 
+from pathlib import Path
+
 import pytest
 
 from bayesfl.study.table import Table
@@ -7,6 +9,13 @@ from tests.study.made import study
 
 
 @pytest.fixture(scope="session")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """The study's table, run in one process and in one go."""
-    return study().run(tmp_path_factory.mktemp("study"), progress=False)
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+    """The study's folder and its table, run in one process and in one go."""
+    folder = tmp_path_factory.mktemp("study")
+    return folder, study().run(folder, progress=False)
+
+
+@pytest.fixture(scope="session")
+def table(ran: tuple[Path, Table]) -> Table:
+    """The study's table."""
+    return ran[1]

@@ -329,18 +329,16 @@ def test_functions_of_a_script_are_known_again(tmp_path: Path):
 def test_two_at_a_time_give_the_same_bits(tmp_path: Path, table: Table):
     """By joblib, and by an executor of Python's own; functions without a name travel, too."""
     assert bits(study().run(tmp_path / "joblib", n_jobs=2, progress=False)) == bits(table)
+    alone = bits(one().run(tmp_path / "alone", progress=False))
     with ProcessPoolExecutor(2) as executor:
-        nameless = study(model=lambda clients: network(clients))
-        assert bits(nameless.run(tmp_path / "pool", executor=executor, progress=False)) == bits(
-            table
-        )
-    with joblib.parallel_config(backend="threading", n_jobs=2):
-        assert bits(study().run(tmp_path / "threads", progress=False)) == bits(table)
+        nameless = one(model=lambda clients: network(clients))
+        assert bits(nameless.run(tmp_path / "pool", executor=executor, progress=False)) == alone
 
 
 @pytest.mark.slow
-def test_a_cluster_gives_the_same_bits(tmp_path: Path, table: Table):
+def test_a_cluster_gives_the_same_bits(tmp_path: Path):
     distributed = pytest.importorskip("distributed", reason="Dask's distributed is not installed")
+    alone = bits(one().run(tmp_path / "alone", progress=False))
     with (
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
@@ -348,11 +346,9 @@ def test_a_cluster_gives_the_same_bits(tmp_path: Path, table: Table):
         distributed.Client(cluster) as client,
     ):
         with joblib.parallel_config(backend="dask"):
-            assert bits(study().run(tmp_path / "backend", progress=False)) == bits(table)
+            assert bits(one().run(tmp_path / "backend", progress=False)) == alone
         executor = client.get_executor()
-        assert bits(study().run(tmp_path / "pool", executor=executor, progress=False)) == bits(
-            table
-        )
+        assert bits(one().run(tmp_path / "pool", executor=executor, progress=False)) == alone
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ import bayesfl as bf
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.federation.run.result import Result
 
-NAMES = ["$\\frac{$", "a$b$c", "\\$5", "$\\mathdefault{x}$", "_x", "100 %_^{}~#&", "<b>a\nb"]
+WORST = ["$\\frac{$", "_x"]
+"""Matplotlib cannot read the first, and leaves the second out of legends."""
+NAMES = [*WORST, "a$b$c", "\\$5", "$\\mathdefault{x}$", "100 %_^{}~#&", "<b>a\nb"]
 
 
 def run_of(name: str) -> Result:
@@ -35,7 +37,7 @@ def run_of(name: str) -> Result:
     return bf.simulate(method, clients, rounds=2, progress=False, record_clients=["nll"])
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module")
 def named(request: pytest.FixtureRequest) -> tuple[str, Result]:
     return request.param, run_of(request.param)
 
@@ -118,7 +120,16 @@ def test_every_diagram_is_here():
     assert {"OKABE_ITO", *DRAWN} == set(bf.plots.__all__)
 
 
-@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize(
+    ("named", "kind"),
+    [
+        (name, kind)
+        for name in NAMES
+        for kind in DRAWN
+        if name in WORST or kind in ("forest", "labels")
+    ],
+    indirect=["named"],
+)
 def test_names_are_drawn_as_they_are_written(kind: str, named: tuple[str, Result]):
     name, run = named
     texts = written(figure_of(DRAWN[kind](name, run)))
@@ -127,6 +138,7 @@ def test_names_are_drawn_as_they_are_written(kind: str, named: tuple[str, Result
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("named", [*WORST, "<b>a\nb"], indirect=True)
 def test_a_report_has_any_name(named: tuple[str, Result], tmp_path):
     """One client cannot deny a report to all, and what it writes is no HTML."""
     name, run = named

@@ -105,6 +105,7 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
 
 
+@pytest.mark.slow
 def test_heads_are_made_once(clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
     """But where they take too many bytes; the means of the head that all share are not theirs."""
     asked = trained("fedavg", clients)[1].heads()

@@ -68,12 +68,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "ranks", "near"),
-    [
-        (list(program.SPECIAL), 2, None),
-        pytest.param([*APART, *program.METHODS], 3, 1, marks=pytest.mark.slow),
-    ],
+    [(list(program.SPECIAL), 2, None), ([*APART, *program.METHODS], 3, 1)],
     ids=["special cases, one machine", "methods, three machines"],
 )
 def test_ranks_have_the_bits_of_one_process(

@@ -202,6 +202,7 @@ def test_two_maxima_are_named():
         bf.stats.posterior(shifted, rows, shared={"mu": constraints.real}, **options)
 
 
+@pytest.mark.slow
 def test_a_scale_without_a_prior_is_refused():
     """Two sites say nothing of how far sites differ: the tail does not fall."""
     few = {name: SCHOOLS[name] for name in list(SCHOOLS)[:2]}
