@@ -101,7 +101,8 @@ def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
     Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
     """
     if transformed():
-        return _inside_transforms(module, leaves, x)
+        with standing(module, leaves):
+            return call(module, x)
     live = [name for name, t in leaves.items() if t.requires_grad]
     ends = [*(leaves[name] for name in live), *(t for _, t in named(x) if t.requires_grad)]
     if not (ends and torch.is_grad_enabled()):
@@ -158,9 +159,10 @@ def _taken(ends: list[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
-    """Call a module inside torch.func, whose tensors no parameter can hold: they stand in the
-    parameters' places for the time.
+@contextmanager
+def standing(module: nn.Module, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+    """Enter a context inside torch.func, whose tensors no parameter can hold: those of `leaves`
+    stand in the parameters' places for the time.
     """
     lock, places = _places(module)
     with lock:
@@ -171,7 +173,7 @@ def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Input
             for store, key, t in before:
                 store[key] = given[id(t)]
             with _Standing(given):
-                return call(module, x)
+                yield
         finally:
             for store, key, t in before:
                 store[key] = t
