@@ -101,7 +101,8 @@ def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
     Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
     """
     if transformed():
-        with standing(module, leaves):
+        # What else holds the parameters, as a list does, is found by `_Standing`.
+        with standing(module, leaves) as given, _Standing(given):
             return call(module, x)
     live = [name for name, t in leaves.items() if t.requires_grad]
     ends = [*(leaves[name] for name in live), *(t for _, t in named(x) if t.requires_grad)]
@@ -160,9 +161,9 @@ def _taken(ends: list[Tensor]) -> list[Tensor | None]:
 
 
 @contextmanager
-def standing(module: nn.Module, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+def standing(module: nn.Module, leaves: Mapping[str, Tensor]) -> Iterator[dict[int, Tensor]]:
     """Enter a context inside torch.func, whose tensors no parameter can hold: those of `leaves`
-    stand in the parameters' places for the time.
+    stand in the parameters' places for the time. It gives them by the parameters' ids.
     """
     lock, places = _places(module)
     with lock:
@@ -172,8 +173,7 @@ def standing(module: nn.Module, leaves: Mapping[str, Tensor]) -> Iterator[None]:
         try:
             for store, key, t in before:
                 store[key] = given[id(t)]
-            with _Standing(given):
-                yield
+            yield given
         finally:
             for store, key, t in before:
                 store[key] = t
