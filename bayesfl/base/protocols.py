@@ -252,7 +252,6 @@ class Predictor(Protocol):
         ...
 
 
-@runtime_checkable
 class JoinedPredictor(Predictor, Protocol):
     """Define the interface of a predictor that fits several clients at once.
 
@@ -265,7 +264,9 @@ class JoinedPredictor(Predictor, Protocol):
         """
         ...
 
-    def of_several(self, algorithm: Any, given: Server, views: View, data: Batch) -> FittedPredictor:
+    def of_several(
+        self, algorithm: Any, given: Server, views: View, data: Batch
+    ) -> FittedPredictor:
         """Return the predictor of C clients: it predicts at [C N, *] inputs, N of each client in
         turn.
 

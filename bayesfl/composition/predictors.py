@@ -24,7 +24,7 @@ from bayesfl.curvature.dual import ONE, independent
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.ggn import Piece
 from bayesfl.curvature.roots import check_known
-from bayesfl.curvature.stack import Stack, StackedRows, Subnetworks, joins
+from bayesfl.curvature.stack import Stack, Subnetworks, stackable
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
 from bayesfl.posteriors import prior_precision as precision
@@ -209,7 +209,8 @@ class LinearisedLaplace:
         `JoinedPredictor`.
         """
         curvature = self._curvature(algorithm, view)
-        if self.structure != "subnetwork" or self.selection not in ALIKE or not joins(curvature):
+        alike = self.structure == "subnetwork" and self.selection in ALIKE
+        if not (alike and stackable(curvature, x)):
             return 1
         size = size_of(self.share, curvature.size)
         factors = BLOCK // (8 * size**2 * max(1, len(self.grid)))
@@ -221,21 +222,17 @@ class LinearisedLaplace:
         """Return the predictor of several clients, see `JoinedPredictor`."""
         each = [tree_map(lambda t, c=c: t[c], views) for c in range(len(views["n"]))]
         curvature = self._curvature(algorithm, each[0])
-        own: Any = self.grid[0] if self.grid else None
-        if callable(self.precision):
-            own = torch.stack([curvature.vector(self.precision(given, one)) for one in each])
-
-        @cache
-        def known() -> tuple[Stack, StackedRows, Tensor, Tensor]:
-            stack = Stack(curvature, algorithm.leaves(algorithm.parts, views))
-            rows = stack.held(data["x"], data["weight"])
-            diagonal = stack.diagonal(rows)
-            ((chosen, _),) = self._chosen(stack, diagonal, [own], size_of(self.share, stack.size))
-            return stack, rows, diagonal, chosen
+        stack = Stack(curvature, algorithm.leaves(algorithm.parts, views))
+        rows, diagonal = stack.held(data["x"], data["weight"])
+        own = (
+            torch.stack([curvature.vector(self.precision(given, view)) for view in each])
+            if callable(self.precision)
+            else self.grid[0]
+        )
+        ((chosen, _),) = self._chosen(stack, diagonal, [own], size_of(self.share, rows.size))
 
         @lru_cache(maxsize=1)
         def inverses(values: tuple[float | None, ...]) -> list[Subnetworks]:
-            stack, rows, diagonal, chosen = known()
             first, *others = (own if value is None else value for value in values)
             scale = diagonal.new_tensor([1, *(first / p for p in others)]) if others else ONE
             return [stack.invert(rows, first, indices=chosen, diagonal=diagonal, scale=scale)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each, first
-from bayesfl.base.protocols import Batch, FittedPredictor, JoinedPredictor, Tensors, View
+from bayesfl.base.protocols import Batch, FittedPredictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import HEAD, Heads, Mixture
@@ -159,7 +159,9 @@ def alone(
         )
     else:
         about: Any = {"client": client, "seed": seed, "round": round, "draws": draws}
-        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, np.zeros(1, np.int64)), value, **about)
+        found = of_fitted(
+            algorithm, fitted, view["n"], rows_of(split, np.zeros(1, np.int64)), value, **about
+        )
     return {name: t[0] for name, t in found.items()}
 
 
@@ -265,8 +267,9 @@ def padded_rows(split: ClientData, ids: np.ndarray) -> Batch:
     [C, N] of their rows, 0 for padding.
     """
     inside = np.arange(split.counts[ids].max()) < split.counts[ids][:, None]
-    weight = torch.from_numpy(inside).to(split.dtype)
-    return {"x": torch.cat(list(_inputs(split, ids)), 1), "weight": weight.to(split.device)}
+    pieces: list[Any] = list(_inputs(split, ids))
+    weight = torch.from_numpy(inside).to(split.device, split.dtype)
+    return {"x": torch.cat(pieces, 1), "weight": weight}
 
 
 def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None:
@@ -291,8 +294,9 @@ def fitted_of(
     them at once.
     """
     rule: Any = local.algorithm.predictor
-    given, keeps = {**done.given, **known}, bool(known) and isinstance(rule, Heads)
-    joined = isinstance(rule, JoinedPredictor) and draws is None and not local.algorithm.draws
+    given = {**done.given, **known}
+    keeps = bool(known) and isinstance(local.algorithm.predictor, Heads)
+    joined = hasattr(rule, "together") and draws is None and not local.algorithm.draws
     start = 0
     while start < len(done.ids):
         client = int(done.ids[start])
@@ -301,7 +305,9 @@ def fitted_of(
         ids = done.ids[start : start + max(1, many)]
         if len(ids) > 1:
             views = tree_map(lambda t, c=start, n=len(ids): t[c : c + n], done.views)
-            fitted: Any = rule.of_several(local.algorithm, given, views, padded_rows(local.train, ids))
+            fitted: Any = rule.of_several(
+                local.algorithm, given, views, padded_rows(local.train, ids)
+            )
         elif keeps and client in done.heads:
             own, tensors = done.heads[client]
             fitted = rule.restored(local.algorithm, view | own, tensors)
