@@ -220,15 +220,14 @@ class LinearisedLaplace:
         self, algorithm: "Algorithm", given: Server, views: View, data: Batch
     ) -> FittedPredictor:
         """Return the predictor of several clients, see `JoinedPredictor`."""
-        each = [tree_map(lambda t, c=c: t[c], views) for c in range(len(views["n"]))]
-        curvature = self._curvature(algorithm, each[0])
+        curvature = self._curvature(algorithm, tree_map(lambda t: t[0], views))
         stack = Stack(curvature, algorithm.leaves(algorithm.parts, views))
         rows, diagonal = stack.held(data["x"], data["weight"])
-        own = (
-            torch.stack([curvature.vector(self.precision(given, view)) for view in each])
-            if callable(self.precision)
-            else self.grid[0]
-        )
+        if callable(self.precision):
+            each = [tree_map(lambda t, c=c: t[c], views) for c in range(len(diagonal))]
+            own = torch.stack([curvature.vector(self.precision(given, view)) for view in each])
+        else:
+            own = self.grid[0]
         ((chosen, _),) = self._chosen(stack, diagonal, [own], size_of(self.share, rows.size))
 
         @lru_cache(maxsize=1)

@@ -152,10 +152,11 @@ class Stack:
         variance = 1 / precision
         curved = diagonal.gather(1, indices) * variance >= NO_CURVATURE
         columns = rows.columns(indices).flatten(1, 2) * (variance.sqrt() * curved).unsqueeze(1)
-        matrix = columns.mT @ columns * scale.reshape(-1, 1, 1, 1)
+        factors = scale.to(variance).reshape(-1, 1, 1, 1)
+        matrix = columns.mT @ columns * factors
         matrix.diagonal(dim1=-2, dim2=-1).add_(1)
         chol = cholesky(matrix, strict=not scale.dim())
-        return Subnetworks(self, indices, variance, curved, chol, scale.reshape(-1, 1, 1, 1, 1))
+        return Subnetworks(self, indices, variance, curved, chol, factors.unsqueeze(-1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,10 @@ import bayesfl as bf
 from bayesfl.curvature import Curvature, invert
 from bayesfl.curvature.stack import Stack, stackable
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
-from tests.curvature.made import EXACT, Largest
+from tests.curvature import made
+from tests.curvature.made import Largest
 
+EXACT: Any = made.EXACT
 COUNTS = (7, 5, 1)
 LIKELIHOODS = {
     "classes": (Categorical(), 4),
@@ -24,16 +26,16 @@ LIKELIHOODS = {
 
 def networks(outputs: int) -> list[nn.Module]:
     """Three networks that differ in their weights; all of one are dead in its first layer."""
-    made: list[nn.Module] = []
+    found: list[nn.Module] = []
     for seed in range(3):
         torch.manual_seed(seed)
         body = nn.Sequential(
             nn.Flatten(), nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.Tanh()
         )
-        made.append(bf.models.SplitModel(body, nn.Linear(4, outputs)).double())
+        found.append(bf.models.SplitModel(body, nn.Linear(4, outputs)).double())
     with torch.no_grad():
-        made[1].get_parameter("body.1.bias").copy_(torch.tensor([0.0, 0, -100, 0, -100]))
-    return made
+        found[1].get_parameter("body.1.bias").copy_(torch.tensor([0.0, 0, -100, 0, -100]))
+    return found
 
 
 def rows(seed: int) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -148,8 +148,10 @@ def test_rules_that_choose_alike():
 def test_of_several_networks_each_as_alone():
     """Also where weights tie."""
     each = [evidence(12, seed=seed, flat=flat) for seed, flat in ((0, 0), (1, 7), (2, 3))]
-    names = ("loc", "curvature", "variance")
-    every = Evidence(*(torch.stack([getattr(e, name) for e in each]) for name in names))
+    loc, curvature, variance = (
+        torch.stack([getattr(e, name) for e in each]) for name in ("loc", "curvature", "variance")
+    )
+    every = Evidence(loc, curvature, variance)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in selection.ALIKE:
