@@ -151,7 +151,7 @@ class Stack:
         check_prior_precision(precision.flatten())
         variance = 1 / precision
         curved = diagonal.gather(1, indices) * variance >= NO_CURVATURE
-        columns = rows.columns(indices).flatten(1, 2) * (variance.sqrt() * curved).unsqueeze(1)
+        columns = rows.columns(indices).flatten(1, 2) * variance.sqrt().unsqueeze(1)
         factors = scale.to(variance).reshape(-1, 1, 1, 1)
         matrix = columns.mT @ columns * factors
         matrix.diagonal(dim1=-2, dim2=-1).add_(1)
