@@ -252,6 +252,34 @@ class Predictor(Protocol):
         ...
 
 
+class JoinedPredictor(Predictor, Protocol):
+    """Define the interface of a predictor that fits several clients at once.
+
+    It does so where predictions are in closed form, not by draws and not at the means.
+    """
+
+    def together(self, algorithm: Any, view: View, x: Inputs) -> int:
+        """Return the number of clients that are fitted at once, if one of them has this `view` and
+        the training rows `x`, and the others as many rows or fewer; 1 if they cannot be.
+        """
+        ...
+
+    def of_several(
+        self, algorithm: Any, given: Server, views: View, data: Batch
+    ) -> FittedPredictor:
+        """Return the predictor of C clients: it predicts at [C N, *] inputs, N of each client in
+        turn.
+
+        Args:
+            algorithm: The method.
+            given: The entries that every client received.
+            views: The clients' views, [C, ...].
+            data: Their training rows, x [C, N, *], and the `weight` [C, N] of these, 0 for rows
+                that pad a client.
+        """
+        ...
+
+
 class AskingPredictor(Predictor, Protocol):
     """Define the interface of a predictor that needs surveys of the clients.
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from bayesfl.base.inputs import Inputs
+from bayesfl.base.inputs import Inputs, at, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import Count, Natural, Positive, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
@@ -23,6 +24,7 @@ from bayesfl.curvature.dual import ONE, independent
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.ggn import Piece
 from bayesfl.curvature.roots import check_known
+from bayesfl.curvature.stack import Stack, Subnetworks, stackable
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
 from bayesfl.posteriors import prior_precision as precision
@@ -161,7 +163,7 @@ class LinearisedLaplace:
 
         @cache
         def known() -> tuple[Curvature, Data | Piece, Tensor]:
-            curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
+            curvature = self._curvature(algorithm, view)
             rows = curvature.held(data, extra=size)
             return curvature, rows, curvature.diagonal(rows)
 
@@ -192,6 +194,40 @@ class LinearisedLaplace:
 
         return _Linearised(self, algorithm, view, inverses)
 
+    def together(self, algorithm: "Algorithm", view: View, x: Inputs) -> int:
+        """Return the number of clients whose subnetworks are fitted at once, see
+        `JoinedPredictor`.
+        """
+        curvature = self._curvature(algorithm, view)
+        alike = self.structure == "subnetwork" and self.selection in ALIKE
+        if not (alike and stackable(curvature, x)):
+            return 1
+        size = size_of(self.share, curvature.size)
+        factors = BLOCK // (8 * size**2 * max(1, len(self.grid)))
+        return min(factors, curvature.at_once(at(x, slice(1)), size) // count(x))
+
+    def of_several(
+        self, algorithm: "Algorithm", given: Server, views: View, data: Batch
+    ) -> FittedPredictor:
+        """Return the predictor of several clients, see `JoinedPredictor`."""
+        curvature = self._curvature(algorithm, tree_map(lambda t: t[0], views))
+        stack = Stack(curvature, algorithm.leaves(algorithm.parts, views))
+        rows, diagonal = stack.held(data["x"], data["weight"])
+        if callable(self.precision):
+            each = [tree_map(lambda t, c=c: t[c], views) for c in range(len(diagonal))]
+            own = torch.stack([curvature.vector(self.precision(given, view)) for view in each])
+        else:
+            own = self.grid[0]
+        ((chosen, _),) = self._chosen(stack, diagonal, [own], size_of(self.share, rows.size))
+
+        @lru_cache(maxsize=1)
+        def inverses(values: tuple[float | None, ...]) -> list[Subnetworks]:
+            first, *others = (own if value is None else value for value in values)
+            scale = diagonal.new_tensor([1, *(first / p for p in others)]) if others else ONE
+            return [stack.invert(rows, first, indices=chosen, diagonal=diagonal, scale=scale)]
+
+        return _Linearised(self, algorithm, views, inverses)
+
     def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors from which `restored` predicts without training data, see
         `StoredPredictor`.
@@ -206,17 +242,19 @@ class LinearisedLaplace:
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, made from `tensors`, see `StoredPredictor`."""
-        curvature = Curvature(
+        covariance = Covariance.restored(self._curvature(algorithm, view), tensors)
+        return _Linearised(self, algorithm, view, lambda _: [covariance])
+
+    def _curvature(self, algorithm: "Algorithm", view: View) -> Curvature:
+        return Curvature(
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
         )
-        covariance = Covariance.restored(curvature, tensors)
-        return _Linearised(self, algorithm, view, lambda _: [covariance])
 
     def _layout(self, algorithm: "Algorithm") -> Layout:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
     def _chosen(
-        self, curvature: Curvature, diagonal: Tensor, precisions: list[Any], size: int
+        self, curvature: Curvature | Stack, diagonal: Tensor, precisions: list[Any], size: int
     ) -> Iterator[tuple[Tensor, list[Any]]]:
         """Yield the indices of subnetworks, each with the precisions under which it is chosen."""
         alike = self.selection in ALIKE and not callable(self.precision)
@@ -664,12 +702,8 @@ class _Linearised:
         )
         # Kappa is defined for logits, not for the variance of targets.
         classes = likelihood.task == "classification"
-        fixed = rule.precision not in (None, "evidence")
-        if (
-            fixed
-            and classes
-            and float(kappa(covariance.diagonal(dim1=-2, dim2=-1)).median()) < SHRUNK
-        ):
+        fixed = rule.precision not in (None, "evidence") and classes
+        if fixed and self._shrunk(covariance.diagonal(dim1=-2, dim2=-1)):
             which = (
                 "the precision that the method computes"
                 if callable(rule.precision)
@@ -689,6 +723,12 @@ class _Linearised:
                 likelihood, mean.repeat(count, 1), covariance.flatten(0, -3), noise, link=link
             ).items()
         }
+
+    def _shrunk(self, variance: Tensor) -> bool:
+        """Return whether the logits of a client, of variances [G, N, O], shrink to the prior's."""
+        clients = self.view["n"].numel()
+        each = kappa(variance).unflatten(-2, (clients, -1)).movedim(-3, 0).flatten(1)
+        return bool((each.median(1).values < SHRUNK).any())
 
 
 @dataclass(frozen=True)

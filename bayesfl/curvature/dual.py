@@ -334,7 +334,7 @@ def invert(
         variance=variance,
         uncurved=len(variance) - weights,
         curved=curved,
-        chol=cholesky(matrix),
+        chol=cholesky(matrix, strict=not scale.dim()),
         data=data,
         rows=rows,
         scale=scale,
@@ -468,13 +468,13 @@ def _require(curvature: Curvature, order: int, form: str) -> None:
     )
 
 
-def cholesky(matrix: Tensor) -> Tensor:
+def cholesky(matrix: Tensor, *, strict: bool = True) -> Tensor:
     """Compute the lower Cholesky factors of symmetric matrices [..., K, K], with a small jitter if
-    one fails without it; for several matrices, NaN for those that fail nevertheless.
+    one fails without it; unless `strict`, NaN for those that fail nevertheless.
 
     Raises:
-        torch.linalg.LinAlgError: The factorisation of one matrix fails even with a jitter of 1e-6
-            of its mean diagonal, or an entry is not finite.
+        torch.linalg.LinAlgError: The factorisation of a matrix fails even with a jitter of 1e-6 of
+            its mean diagonal, or an entry is not finite, and `strict` is True.
     """
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     bad = infinite = ~matrix.sum((-2, -1), keepdim=True).isfinite()
@@ -486,7 +486,7 @@ def cholesky(matrix: Tensor) -> Tensor:
         bad = infinite | (info > 0)[..., None, None]
         if not bad.any():
             return factor
-    if matrix.dim() > 2:
+    if not strict:
         return factor.masked_fill(bad, torch.nan)
     raise torch.linalg.LinAlgError(
         f"the posterior precision, of order {matrix.shape[-1]}, is not finite, or has no Cholesky "

@@ -273,7 +273,7 @@ class Curvature:
             or passed[0][1] is not getattr(outputs, "grad_fn", None)
         ):
             return None
-        _check_values(outputs, x)
+        check_values(outputs, x)
         check_outputs(self.likelihood, outputs.shape[1])
         return passed[0][0].double(), outputs.detach().double()
 
@@ -319,14 +319,20 @@ class Curvature:
             if shape_of(batch) != seen:
                 seen = shape_of(batch)
                 self.prove(batch)
-                alone, each, outputs = self.engine.floats(batch)
-                size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
+                size = self.at_once(batch, extra)
             yield from in_rows(batch, size)
         if seen is None:
             raise ValueError(
                 "there are no data: at least one example is needed, and an iterator is empty after "
                 "it was read; pass a tensor, a list of batches or a DataLoader"
             )
+
+    def at_once(self, x: Inputs, extra: int) -> int:
+        """Return the number of rows of `x` that fit a block of memory, if each output of a row
+        needs `extra` further numbers.
+        """
+        alone, each, outputs = self.engine.floats(x)
+        return max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
 
     def weighed(
         self, x: Data, weight: Tensor | None, *, extra: int = 0
@@ -434,7 +440,7 @@ class Curvature:
         """
 
         def cotangents(f: Tensor) -> Tensor:
-            _check_values(f, x)
+            check_values(f, x)
             if directions is None:
                 check_outputs(self.likelihood, f.shape[1])
                 return self.root(f, weight).mT.to(f.dtype)
@@ -497,7 +503,7 @@ class Curvature:
         )
 
 
-def _check_values(outputs: Tensor, x: Inputs) -> None:
+def check_values(outputs: Tensor, x: Inputs) -> None:
     """Check that a model's outputs at `x` are [N, O] and finite.
 
     Raises:

@@ -12,6 +12,7 @@ from bayesfl.curvature.factors import Factor, Outer, Shared
 from bayesfl.curvature.jacobians import FactorRows
 from bayesfl.models import SplitModel
 from bayesfl.models.altered import altered
+from bayesfl.models.weights import gradient_of
 
 ELEMENTWISE = (
     nn.ReLU,
@@ -186,10 +187,10 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         return pulled.view(*g.shape[:2], *x.shape[1:])
     if isinstance(layer, (nn.Flatten, nn.Identity, *_DROPOUT)):
         return g.reshape(*g.shape[:2], *x.shape[1:])
+    if isinstance(layer, ELEMENTWISE):
+        return g * gradient_of(lambda t: (layer(t.clone()).sum(), ()), x)[0].unsqueeze(1)
     with torch.enable_grad():
         start = x.detach().requires_grad_()
-        outputs = layer(start.clone())
-    if isinstance(layer, ELEMENTWISE):
-        return g * torch.autograd.grad(outputs, start, torch.ones_like(outputs))[0].unsqueeze(1)
+        outputs = layer(start)
     pulled = [torch.autograd.grad(outputs, start, c, retain_graph=True)[0] for c in g.unbind(1)]
     return torch.stack(pulled, 1) if pulled else g.new_zeros(len(x), 0, *x.shape[1:])

@@ -21,7 +21,7 @@ from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.options import whole
 from bayesfl.base.protocols import Batch
-from bayesfl.base.random import Purpose, Stage, generators, key
+from bayesfl.base.random import Purpose, Stage, generator, generators, key
 from bayesfl.composition.phases import Once, Phase, Repeat, steps_on_batch
 from bayesfl.data import ClientData
 from bayesfl.data.split import all_finite
@@ -243,13 +243,10 @@ class PhasePlan:
 
     @cached_property
     def _generators(self) -> list[np.random.Generator]:
-        return generators(
-            self._seed,
-            Purpose.NOISE,
-            clients=self.ids,
-            indices=np.zeros_like(self.ids),
-            **self._address,
-        )
+        return [
+            generator(self._seed, Purpose.NOISE, client=int(client), **self._address)
+            for client in self.ids
+        ]
 
     def _gather(self, index: Tensor) -> Batch:
         flat = index.reshape(-1)
@@ -315,14 +312,12 @@ class PhasePlan:
         places = np.zeros((total, chunk, size), np.int64)
         weight = np.zeros((total, chunk, size), bool)
         epochs = -(-self.steps // self._per_epoch)
-        drawn = iter(
-            generators(
-                self._seed,
-                Purpose.PERMUTATION,
-                clients=np.repeat(self.ids, epochs),
-                indices=np.concatenate([np.arange(count) for count in epochs]),
-                **self._address,
-            )
+        drawn = generators(
+            self._seed,
+            Purpose.PERMUTATION,
+            clients=np.repeat(self.ids, epochs),
+            indices=np.concatenate([np.arange(count) for count in epochs]),
+            **self._address,
         )
         for c, (n, steps, per_epoch) in enumerate(
             zip(self._counts, self.steps, self._per_epoch, strict=True)

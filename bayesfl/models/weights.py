@@ -99,7 +99,9 @@ def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
     Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
     """
     if transformed():
-        return _inside_transforms(module, leaves, x)
+        # What else holds the parameters, as a list does, is found by `_Standing`.
+        with standing(module, leaves) as given, _Standing(given):
+            return call(module, x)
     live = [name for name, t in leaves.items() if t.requires_grad]
     ends = [*(leaves[name] for name in live), *(t for _, t in named(x) if t.requires_grad)]
     if not (ends and torch.is_grad_enabled()):
@@ -156,9 +158,10 @@ def _taken(ends: list[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
-    """Call a module inside torch.func, with tensors that no parameter can hold in the parameters'
-    places.
+@contextmanager
+def standing(module: nn.Module, leaves: Mapping[str, Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Enter a context inside torch.func, with `leaves`, which no parameter can hold, in the
+    parameters' places; yield them by the parameters' ids.
     """
     lock, places = _places(module)
     with lock:
@@ -168,8 +171,7 @@ def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Input
         try:
             for store, key, t in before:
                 store[key] = given[id(t)]
-            with _Standing(given):
-                return call(module, x)
+            yield given
         finally:
             for store, key, t in before:
                 store[key] = t

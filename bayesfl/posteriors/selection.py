@@ -24,9 +24,10 @@ class Evidence:
     curvature and prior variances.
 
     Args:
-        loc: Weights, [D].
-        curvature: Diagonal of the GGN, summed over the data, in nats, [D].
-        variance: Prior variances, [D].
+        loc: Weights, [D]; [C, D] of several networks, for the rules by name, `curved_wasserstein`
+            aside.
+        curvature: Diagonal of the GGN, summed over the data, in nats, [..., D].
+        variance: Prior variances, [..., D].
         seed: Seed of random rules.
 
     Example:
@@ -115,8 +116,8 @@ def random(evidence: Evidence) -> Tensor:
         >>> torch.equal(chosen, bf.selection.select("random", evidence, 3))
         True
     """
-    scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(len(evidence.loc))
-    return torch.as_tensor(scores).to(evidence.loc)
+    scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(evidence.loc.shape[-1])
+    return torch.as_tensor(scores).to(evidence.loc).expand_as(evidence.loc)
 
 
 def predictive_variance(evidence: Evidence) -> Tensor:
@@ -142,7 +143,7 @@ ALIKE = [name for name in RULES if name != "curved_wasserstein"]
 
 
 def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
-    """Select the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer
+    """Select the subnetwork of `count` weights by a rule, as increasing indices [..., count]; fewer
     if the rule allows no more.
 
     Warns if most of the selected weights have no curvature: their posterior is then the prior, and
@@ -157,24 +158,23 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
         >>> bf.selection.select("predictive_variance", evidence, 2).tolist()
         [1, 2]
     """
-    size = len(evidence.loc)
+    size = evidence.loc.shape[-1]
     check_rule("selection", rule)
     scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
-    if scores.shape != (size,) or scores.isnan().any():
+    if scores.shape != evidence.loc.shape or scores.isnan().any():
         raise ValueError(
             f"a selection gives one score for each of the {size} weights, not NaN, got "
             f"{list(scores.shape)}, {int(scores.isnan().sum())} of them NaN"
         )
-    least = scores.kthvalue(size - count + 1).values  # much faster than sorting all
+    # much faster than sorting all
+    least = scores.kthvalue(size - count + 1, -1, keepdim=True).values
     above = scores > least
-    ties = (
-        ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
-    )
-    above[ties] = True
-    chosen = above.nonzero().squeeze(1)
-    if not len(chosen):
+    ties = (scores == least) & (scores > -torch.inf)
+    above |= ties & (ties.cumsum(-1) <= count - above.sum(-1, keepdim=True))
+    chosen = above.nonzero()[:, -1].view(*scores.shape[:-1], -1)
+    if not chosen.numel():
         raise ValueError(f"the selection {rule!r} allows no weight at all: every score is -inf")
-    if uncurved_share(evidence, chosen) > 0.5:
+    if bool(((~evidence.curved).gather(-1, chosen).double().mean(-1) > 0.5).any()):
         # The text is always the same, so that Python shows it once for all rounds and clients of a
         # federation.
         warn(

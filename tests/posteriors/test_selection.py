@@ -143,3 +143,21 @@ def test_rules_that_choose_alike():
             for variance in (1e4, 1.0, 1e-4)
         }
         assert (len(found) == 1) == (name in selection.ALIKE)
+
+
+def test_of_several_networks_each_as_alone():
+    """Also where weights tie."""
+    each = [evidence(12, seed=seed, flat=flat) for seed, flat in ((0, 0), (1, 7), (2, 3))]
+    loc, curvature, variance = (
+        torch.stack([getattr(e, name) for e in each]) for name in ("loc", "curvature", "variance")
+    )
+    every = Evidence(loc, curvature, variance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in selection.ALIKE:
+            alone = [
+                select(name, e, 5) for e in (Evidence(e.loc, e.curvature, e.variance) for e in each)
+            ]
+            assert torch.equal(select(name, every, 5), torch.stack(alone))
+    with pytest.warns(UserWarning, match="no curvature"):
+        select("wasserstein", every, 5)

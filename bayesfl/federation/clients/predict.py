@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.base.inputs import Inputs, call, count, each
-from bayesfl.base.protocols import FittedPredictor, Tensors, View
+from bayesfl.base.inputs import Inputs, call, count, each, first
+from bayesfl.base.protocols import Batch, FittedPredictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import HEAD, Heads, Mixture
@@ -112,12 +112,12 @@ def of_chunk(
         return [_by_size(local, done, split, noise) for split in splits]
     out: list[list[Predicted]] = [[] for _ in splits]
     value = value_of(algorithm, known)
-    for client, fitted in fitted_of(local, done, known):
+    for ids, fitted in fitted_of(local, done, known, draws=draws):
         for split, parts in zip(splits, out, strict=True):
-            about: Any = {"client": client, "seed": local.seed, "round": round, "draws": draws}
-            rows = rows_of(split, client)
+            about: Any = {"client": int(ids[0]), "seed": local.seed, "round": round, "draws": draws}
+            rows = rows_of(split, ids)
             found = of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)
-            parts.append((np.array([client]), found))
+            parts.append((ids, found))
     return out
 
 
@@ -158,7 +158,9 @@ def alone(
         )
     else:
         about: Any = {"client": client, "seed": seed, "round": round, "draws": draws}
-        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, 0), value, **about)
+        found = of_fitted(
+            algorithm, fitted, view["n"], rows_of(split, np.zeros(1, np.int64)), value, **about
+        )
     return {name: t[0] for name, t in found.items()}
 
 
@@ -253,10 +255,20 @@ def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
         yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
 
 
-def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
-    """Yield one client's inputs [n, *] in pieces of rows; nothing if it has no rows."""
-    if split.counts[client]:
-        yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
+def rows_of(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
+    """Yield the clients' inputs [C, N, *] in pieces of rows; nothing if they have no rows."""
+    if split.counts[ids].any():
+        yield from _inputs(split, ids)
+
+
+def padded_rows(split: ClientData, ids: np.ndarray) -> Batch:
+    """Return the inputs of several clients, x [C, N, *], padded to the longest, and the `weight`
+    [C, N] of their rows, 0 for padding.
+    """
+    inside = np.arange(split.counts[ids].max()) < split.counts[ids][:, None]
+    pieces: list[Any] = list(_inputs(split, ids))
+    weight = torch.from_numpy(inside).to(split.device, split.dtype)
+    return {"x": torch.cat(pieces, 1), "weight": weight}
 
 
 def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None:
@@ -274,25 +286,38 @@ def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None
 
 
 def fitted_of(
-    local: Local, done: Done, known: Mapping[str, Tensors]
-) -> Iterator[tuple[int, FittedPredictor]]:
-    """Yield each client of a chunk with its predictor, which receives the last states of its
-    surveys in addition to the server's state.
+    local: Local, done: Done, known: Mapping[str, Tensors], *, draws: int | None = None
+) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
+    """Yield the clients of a chunk with their predictor, which receives the last states of its
+    surveys in addition to the server's state: one by one, or several if a `JoinedPredictor` fits
+    them at once.
     """
     rule: Any = local.algorithm.predictor
-    given, keeps = {**done.given, **known}, bool(known) and isinstance(rule, Heads)
-    for c, client in enumerate(done.ids.tolist()):
-        view = tree_map(lambda t, c=c: t[c], done.views)
-        if keeps and client in done.heads:
+    given = {**done.given, **known}
+    keeps = bool(known) and isinstance(local.algorithm.predictor, Heads)
+    joined = hasattr(rule, "together") and draws is None and not local.algorithm.draws
+    start = 0
+    while start < len(done.ids):
+        client = int(done.ids[start])
+        view, data = tree_map(lambda t, c=start: t[c], done.views), local.own_rows(client)
+        many = rule.together(local.algorithm, view, data["x"]) if joined else 1
+        ids = done.ids[start : start + max(1, many)]
+        if len(ids) > 1:
+            views = tree_map(lambda t, c=start, n=len(ids): t[c : c + n], done.views)
+            fitted: Any = rule.of_several(
+                local.algorithm, given, views, padded_rows(local.train, ids)
+            )
+        elif keeps and client in done.heads:
             own, tensors = done.heads[client]
             fitted = rule.restored(local.algorithm, view | own, tensors)
         else:
-            fitted: Any = rule(local.algorithm, given, view, local.own_rows(client))
+            fitted = rule(local.algorithm, given, view, data)
             made = ({HEAD: fitted.view[HEAD]}, fitted.state) if keeps else ()
             # Include this client only if all so far and this one fit.
             if keeps and (len(done.heads) + 1) * sum(t.nbytes for t in tree_leaves(made)) <= KEPT:
                 done.heads[client] = made
-        yield client, fitted
+        yield ids, fitted
+        start += len(ids)
 
 
 def of_fitted(
@@ -307,28 +332,30 @@ def of_fitted(
     round: int,
     draws: int | None = None,
 ) -> Tensors:
-    """Predict with one client's predictor, for inputs in pieces of rows, {name: [1, N, ...]}, or
-    [K, N, ...] for several values; empty if there are no inputs. Each call makes the same draws.
+    """Predict with the predictor of C clients, for inputs in pieces of rows, {name: [C, N, ...]},
+    or [K, C, N, ...] for several values; empty if there are no inputs. Each call makes the same
+    draws, for one client.
     """
     number = algorithm.draws if draws is None else draws
     about = {"client": client, "round": round, "index": len(algorithm.blocks)}
     rng = generator(seed, Purpose.PREDICT, **about) if number else None
-    pieces: list[Tensors] = []
+    axis, pieces = 1 + isinstance(value, tuple), []
     for piece in rows:
-        noise = None
-        with explained(piece):
+        noise, shape, flat = None, first(piece).shape[:2], each(lambda t: t.flatten(0, 1), piece)
+        with explained(flat):
             if rng is not None:
-                outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
-                shape = (count(piece), number, outputs.shape[-1])
+                outputs = call(algorithm.module(like), each(lambda t: t[:1], flat))
                 noise = (
-                    torch.from_numpy(rng.standard_normal(shape, np.float32))
+                    torch.from_numpy(
+                        rng.standard_normal((count(flat), number, outputs.shape[-1]), np.float32)
+                    )
                     .to(outputs)
                     .transpose(0, 1)
                 )
-            pieces.append(fitted(piece, value=value, noise=noise, plain=draws == 0))
+            found = fitted(flat, value=value, noise=noise, plain=draws == 0)
+        pieces.append({name: t.unflatten(axis - 1, shape) for name, t in found.items()})
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
-    lead = ... if isinstance(value, tuple) else None
-    return {name: torch.cat([piece[name][lead] for piece in pieces], 1) for name in names}
+    return {name: torch.cat([piece[name] for piece in pieces], axis) for name in names}
 
 
 def shared(local: Local, state: State, split: ClientData) -> LocalPredictions | None:

@@ -115,17 +115,21 @@ def candidates(
     algorithm: Any = local.algorithm
     grid, losses = algorithm.predictor.grid, []
     counted = isinstance(algorithm.likelihood, Poisson)
-    for client, fitted in fitted_of(local, done, known):
-        rows, y = rows_of(validation, client), validation.y[validation.rows(client)]
-        losses.append(torch.full((len(y), len(grid)), torch.inf, dtype=torch.float64))
-        if not len(y):
-            continue
+    for ids, fitted in fitted_of(local, done, known):
+        counts = validation.counts[ids]
+        own = [validation.rows(client) for client in ids]
+        y = validation.y[torch.cat(own)]
+        every = torch.full((len(y), len(grid)), torch.inf, dtype=torch.float64)
         with contextlib.suppress(torch.linalg.LinAlgError):
-            about = {"client": client, "seed": local.seed, "round": round}
+            about = {"client": int(ids[0]), "seed": local.seed, "round": round}
+            rows = rows_of(validation, ids)
             found = of_fitted(algorithm, fitted, done.views["n"], rows, grid, **about)
-            every = {name: t.flatten(0, 1) for name, t in found.items()}
-            own = nll_of_predictive(every, torch.cat([y] * len(grid)), counts=counted)
-            losses[-1] = own.view(len(grid), len(y)).T.cpu().double()
+            inside = torch.from_numpy(np.arange(counts.max()) < counts[:, None]).to(y.device)
+            each = {name: t[:, inside].flatten(0, 1) for name, t in found.items()}
+            if len(y):
+                nll = nll_of_predictive(each, torch.cat([y] * len(grid)), counts=counted)
+                every = nll.view(len(grid), len(y)).T.cpu().double()
+        losses += every.split(counts.tolist())
     return Candidates(losses, done.ids)
 
 

@@ -239,8 +239,7 @@ def known_of(rules: Rules, history: History) -> dict[str, np.ndarray]:
     start = {"round": np.zeros(run.clients)} | {
         name: np.full(run.clients, np.nan)
         for name in run.algorithm.reports
-        if run.settings.aggregation == OPEN
-        and rules.declared.get(name, [None])[0] == ()
+        if run.settings.aggregation == OPEN and rules.declared.get(name, [None])[0] == ()
     }
     last = history.recorded.get(history[-1]["round"], {}) if history.rows else {}
     return {name: last.get(KNOWN + name, first).copy() for name, first in start.items()}
