@@ -83,7 +83,7 @@ def test_the_server_multiplies_gaussians():
     precision = 1 + torch.rand(3, DIM, generator=rng).double()
     loc = torch.randn(3, DIM, generator=rng).double()
     block = made.blocks["w"]
-    sent = block.posterior.of_natural(precision, precision * loc)
+    sent = MeanField().of_natural(precision, precision * loc)
     server = made.init(12, dtype=torch.float64)
     pool: Any = block.pool
     found = pool.solve(server, "w", pool.accumulate(None, server, "w", {"w": sent}))
