@@ -91,6 +91,18 @@ def test_the_server_multiplies_gaussians():
     assert_close(found["loc"], (precision * loc).sum(0) / precision.sum(0))
 
 
+def test_a_client_starts_with_its_share_of_the_posterior():
+    """A quarter of the precision, where there are four, around the same mean."""
+    made = method(init_scale=0.3)
+    server = made.init(4, dtype=torch.float64)
+    given = made.given(made.share(server, torch.arange(4))[0], 0, 1)
+    view = {"w": made.belief("w", server["w"])}
+    start: Any = made.phases[0]
+    precision, loc = natural(start.fn(made, given, view, {})["w"])
+    assert_close(precision, torch.full((DIM,), 1 / (4 * 0.3**2)).double())
+    assert_close(loc, torch.full((DIM,), 0.4).double())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_clients_end_at_their_own_posteriors(participation: float, regressions: FederatedData):
