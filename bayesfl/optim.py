@@ -15,8 +15,10 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from bayesfl.base.numerics import inverse_softplus
 from bayesfl.base.options import AT_LEAST_0, Range, declared
 
 Schedule: TypeAlias = Callable[[int, int], float]
@@ -387,6 +389,88 @@ class AdamW(Adam):
         """Take one step in place, see `Optimiser.update_`."""
         torch._foreach_mul_(params, 1 - rate * self.weight_decay)
         self._step.update_(params, grads, state, rate, active)
+
+
+@dataclass(frozen=True)
+@declared
+class IVON:
+    """IVON for beliefs of a mean and a deviation s = softplus(rho) for each weight, as
+    `bayesfl.posteriors.MeanField`: natural-gradient steps on the mean and on the precision 1 / s^2
+    (Shen et al., "Variational learning is effective for large deep networks", ICML 2024).
+
+    From the slopes of the bound of all rows, as an `Energy` with `likelihood="sum"` has them,
+
+        D = slope_s / s,    P <- P + (1 - b2) D + (1 - b2)^2 D^2 / (2 P),    P = 1 / s^2,
+        g <- b1 g + (1 - b1) slope_mean,    mean <- mean - rate g / ((1 - b1^t) P).
+
+    With P = n h + d this is the paper's step, but that g contains the prior's slope.
+
+    Example:
+        >>> q = {"w": bf.posteriors.MeanField(init_scale=1.0).init(torch.tensor([1.0]))}
+        >>> slopes = {"w": {"loc": torch.tensor([2.0]), "rho": torch.tensor([0.0])}}
+        >>> optimiser = bf.optim.IVON(0.1)
+        >>> q, state = optimiser.update(q, slopes, optimiser.init(q), rate=0.1)
+        >>> round(q["w"]["loc"].item(), 4)
+        0.8
+    """
+
+    rate: Rate = 0.1
+    betas: Annotated[
+        tuple[Decay, Decay], "Decay of the running mean and of the precision, each in [0, 1)."
+    ] = (0.9, 0.995)
+
+    def init(self, params: Any) -> Any:
+        """Return zero means and a count of 0 steps.
+
+        Raises:
+            ValueError: A belief is a point.
+        """
+        if len(tree_leaves(params)) % 2:
+            raise ValueError("IVON trains a mean and a deviation of each weight: use a MeanField")
+        return {"mean": tree_map(torch.zeros_like, params), "steps": 0}
+
+    def _moved(
+        self, params: list[Tensor], grads: list[Tensor], mean: list[Tensor], state: Any, rate: float
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return new means, their rhos and running means of slopes, of each belief."""
+        first, second = self.betas
+        found, fresh = [], 1 - second
+        for loc, rho, slope, bend, g in zip(
+            params[::2], params[1::2], grads[::2], grads[1::2], mean[::2], strict=True
+        ):
+            s = F.softplus(rho)
+            precision, change = s**-2, fresh * bend / (rho.sigmoid() * s)
+            precision = precision + change + change.square() / (2 * precision)
+            g = first * g + (1 - first) * slope
+            away = g / _aligned(1 - first ** state["steps"], g)
+            found.append((loc - rate * away / precision, inverse_softplus(precision.rsqrt()), g))
+        return found
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """Return new parameters and state, see `Optimiser.update`."""
+        leaves, form = tree_flatten(params)
+        state = state | {"steps": state["steps"] + 1}
+        moved = self._moved(leaves, tree_leaves(grads), tree_leaves(state["mean"]), state, rate)
+        new = tree_unflatten([t for loc, rho, _ in moved for t in (loc, rho)], form)
+        return new, state | {"mean": tree_unflatten([g for *_, g in moved for _ in "mr"], form)}
+
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
+        """Take one step in place, see `Optimiser.update_`."""
+        mean = _front(state["mean"], active)
+        if isinstance(state["steps"], Tensor):
+            state["steps"][:active] += 1
+        else:
+            state["steps"] += 1
+        moved = self._moved(params, grads, mean, state, rate)
+        for place, new in enumerate(moved):
+            for old, now in zip((*params[2 * place :][:2], mean[2 * place]), new, strict=True):
+                old.copy_(now)
+
+    def pace(self, params: Any, state: Any, rate: float) -> Any:
+        """Raise ValueError: proximal steps are of points."""
+        raise ValueError("IVON has no proximal steps: use prox=False")
 
 
 @dataclass(frozen=True)

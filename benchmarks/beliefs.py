@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.likelihoods import Bernoulli, Gaussian
-from bayesfl.optim import SGD, Adam, cosine
+from bayesfl.optim import IVON, SGD, Adam, cosine
 from bayesfl.posteriors import (
     FullGaussian,
     Laplace,
@@ -709,6 +709,7 @@ LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
 PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
+FEDIVON = partial(METHODS.fedivon, optimiser=IVON(cosine(0.1)), draws=4, epochs=20)
 FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
 QLSD = partial(METHODS.qlsd, chains=50, step=2e-4, levels=127)
 BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
@@ -794,6 +795,9 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
         "pvi": Way(at_product(predicting(PVI, LinearisedBelief()), predictions), count, ("pvi",)),
         "fedep": Way(
             at_product(predicting(FEDEP, LinearisedBelief()), predictions), count, ("fedep",)
+        ),
+        "fedivon": Way(
+            at_product(predicting(FEDIVON, LinearisedBelief()), predictions), count, ("fedivon",)
         ),
         "qlsd": Way(at_mode(QLSD, chains_at_rows), count, ("qlsd",)),
         "fola": Way(

@@ -19,6 +19,7 @@ from bayesfl.algorithms.fedbn import fedbn
 from bayesfl.algorithms.fedem import d_fedem, fedem
 from bayesfl.algorithms.fedep import fedep
 from bayesfl.algorithms.fedfomo import fedfomo
+from bayesfl.algorithms.fedivon import fedivon
 from bayesfl.algorithms.fedpa import fedpa
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
@@ -76,6 +77,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "bpfed": (bpfed, "BPFed", "Chen, Liu, Cao, Zhang, 2023"),
     "fedpop": (fedpop, "FedPop", "Kotelevskii, Vono, Moulines, Durmus, NeurIPS 2022"),
     "fola": (fola, "FOLA", "Liu et al., TPAMI 2023"),
+    "fedivon": (fedivon, "FedIVON", "Pal, Gupta, Sarwar, Rai, TMLR 2025"),
     "qlsd": (qlsd, "QLSD", "Vono, Plassier, Durmus, Dieuleveut, Moulines, AISTATS 2022"),
     "pvi": (pvi, "PVI", "Ashman et al., 2022"),
     "fedep": (fedep, "FedEP", "Guo et al., ICLR 2023"),
@@ -182,6 +184,7 @@ __all__ = [
     "fedem",
     "fedep",
     "fedfomo",
+    "fedivon",
     "fedpa",
     "fedpac",
     "fedper",

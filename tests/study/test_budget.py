@@ -41,7 +41,7 @@ TRAINS = {
         ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
     **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
-    **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
+    **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo", "fedivon"), ((2, EPOCHS),)),
     # the mean of the drawn numbers
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
     **dict.fromkeys(("bpfed", "fedsa_lora"), ((6, STEPS),)),
@@ -79,7 +79,7 @@ SENDS = {
     "fedfomo": (W + 2, 3 * W + 1),  # gains; two more models, and what the server draws
     "bpfed": (2 * BODY, 2 * BODY),
     "fedpop": (BODY + 2 * HEAD + 1,) * 2,  # both chains, and a variance
-    "fola": (2 * W, 2 * W + 1),  # and the number of clients
+    **dict.fromkeys(("fola", "fedivon"), (2 * W, 2 * W + 1)),  # and the number of clients
     # levels in a byte each, and a unit, of two chains; a number of clients and one for the noise
     "qlsd": (2 * W / 8 + 2, 2 * W + 2),
     **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the damping
