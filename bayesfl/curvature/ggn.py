@@ -327,7 +327,7 @@ class Curvature:
                 "it was read; pass a tensor, a list of batches or a DataLoader"
             )
 
-    def at_once(self, x: Inputs, extra: int) -> int:
+    def at_once(self, x: Any, extra: int) -> int:
         """Return the number of rows of `x` that fit a block of memory, if each output of a row
         needs `extra` further numbers.
         """

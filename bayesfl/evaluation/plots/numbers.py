@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from bayesfl.evaluation.metrics import coverage, pool
-from bayesfl.evaluation.metrics.distributions import DistributionName
 from bayesfl.evaluation.plots.look import (
     BLUE,
     GREY,
@@ -107,7 +106,7 @@ def interval_reliability(
     )
 
 
-def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:
+def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
     """Return means, variances, targets, mask and the distribution, from a result or from the
     arguments.
     """

@@ -479,7 +479,8 @@ class _OnOneMachine(Clients[Result]):
 
     def save(self, run: Result) -> None:
         if self.checkpoint is not None:
-            current().every(lambda: run.save_round(self.checkpoint))
+            path = self.checkpoint
+            current().every(lambda: run.save_round(path))
 
     def evaluate(self, run: Result, attempt: OneMachine | None) -> Result:
         history, local, state, data = run.history, self.local, run.state, self.measured
