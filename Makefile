@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Bytecode is compiled once, and not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-all test-durability test-deploy lint types docs examples smoke smoke-studies gpu wheel readme benchmarks check clean
+.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke smoke-studies gpu wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --jobs 2 --out runs/demo
@@ -21,10 +21,6 @@ test: $(VENV)/.test
 # What takes more than two seconds a test.
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow --durations=10
-
-# Both, which are collected once.
-test-all: $(VENV)/.test
-	$(PYTEST) --durations=10
 
 # Fifty kills over thirty rounds, twelve of a study, and two thousand mutations, where `test-slow` has a few of each.
 test-durability: $(VENV)/.test
@@ -110,7 +106,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/privacy.py
 	$(BIN)/python benchmarks/networks.py
 
-check: test-all lint types docs examples smoke smoke-studies wheel
+check: test test-slow lint types docs examples smoke smoke-studies wheel
 	$(MAKE) test-deploy DEPLOY=ci
 
 $(VENV)/bin/python:
