@@ -121,5 +121,5 @@ def test_all_rows_count_where_there_are_few(clients: bf.data.FederatedData):
 
 def test_a_model_that_is_all_head_is_refused(clients: bf.data.FederatedData):
     model = bf.models.mlp(clients.inputs, hidden=(), outputs=clients.classes)
-    with pytest.raises(ValueError, match="whose body is trained"):
+    with pytest.raises(ValueError, match="with a trained body"):
         bf.algorithms.knn_per(model)

@@ -309,7 +309,7 @@ def test_labels_as_examples():
     found = run(case.method("fedavg"), data).predict()
     flat = found.places()
     assert flat.mask.sum() == int((np.asarray(data.test.y[data.test.index]) >= 0).sum())
-    pooled = bf.metrics.pooled(bf.metrics.nll, flat.probs, flat.labels, flat.mask)
+    pooled = bf.metrics.nll(*bf.metrics.pool(flat.probs, flat.labels, flat.mask))
     assert float(pooled) == pytest.approx(found.summary(data.test)["pooled_nll"])
     assert flat.places() is flat
     with pytest.raises(ValueError, match=r"predictions\.places\(\)"):

@@ -135,18 +135,18 @@ def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "message"),
+    ("name", "arguments", "code", "message"),
     [
-        ("pfedvem", ["--clients", "3"], r"error: clients .*multiple of 2"),
-        ("pfedvem", ["--rounds", "0"], r"error: rounds .*1.* got 0"),
-        ("pfedvem", ["--dataset", "mnist"], r"error: .*'mnist' is not on disk"),
+        ("pfedvem", ["--clients", "3"], 1, r"error: \w+, seed 0: clients .*multiple of 2"),
+        ("pfedvem", ["--rounds", "0"], 2, r"error: rounds .*1.* got 0"),
+        ("pfedvem", ["--dataset", "mnist"], 1, r"error: \w+, seed 0: .*'mnist' is not on disk"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, name, arguments, message):
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, name, arguments, code, message):
     """And leave no folder behind that would be in the way of the next try."""
     monkeypatch.setenv("BAYESFL_DATA", str(tmp_path / "absent"))
     small = SMALL if name == "pfedvem" else []
-    assert load(name).main([*small, *arguments, "--out", str(tmp_path / "run")]) == 2
+    assert load(name).main([*small, *arguments, "--out", str(tmp_path / "run")]) == code
     error = capsys.readouterr().err
     assert re.match(message, error)
     assert error.count("\n") == 1

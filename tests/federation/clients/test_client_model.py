@@ -151,7 +151,7 @@ def test_rows_of_any_kind(model, named: FederatedData, dtype: torch.dtype):
         (
             pd.DataFrame({"town": ["Bern"], "age": [1.0]}),
             ValueError,
-            r"^x: columns \['town'\] hold no numbers; .*get_dummies",
+            "^could not convert string to float: 'Bern'",
         ),
         (torch.randn(5, 7), ValueError, r"\[N, 8\], got \[5, 7\]"),
         (torch.randn(8), ValueError, r"\[N, 8\], got \[8\]"),
@@ -286,7 +286,7 @@ def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(
     monkeypatch.setattr(client_model, "LARGEST_TENSOR", 100)
     one, x = result.client("Basel"), torch.randn(4, 8)
     assert_close(one.predict(x).probs, result.client("Basel").predict(x).probs, atol=1e-12, rtol=0)
-    with pytest.raises(MemoryError, match=r" bytes, more than 100"):
+    with pytest.raises(MemoryError, match=r" bytes and 100 may be used"):
         one.save(tmp_path / "Basel")
     assert not (tmp_path / "Basel").exists()
     one.save(tmp_path / "Basel", plug_in=True)

@@ -184,7 +184,7 @@ def test_the_table_has_a_row_for_each_client(
     table, validation = result.table(), result.table("validation")
     assert (table.index.tolist(), table.index.name) == (list(parted.client_names), "client")
     splits = ["train_rows", "validation_rows", "test_rows"]
-    measures = ["accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc"]
+    measures = ["accuracy", "most_frequent", "nll", "ece", "mce", "brier", "macro_f1", "auroc"]
     for found in (table, validation):
         assert sorted(found.columns) == sorted([*splits, *measures])
         for name, split in parted.splits.items():
@@ -214,10 +214,7 @@ def test_a_sample_of_the_clients_is_measured(method: bf.Algorithm, parted: Feder
     assert some.history[-1]["personal_nll"] == pytest.approx(float(found[-1][there].mean()))
     rows = parted.test.only(np.flatnonzero(there))
     assert some.history[-1]["global_pooled_nll"] == pytest.approx(
-        bf.metrics.pooled(
-            bf.metrics.nll,
-            *_of_the_server(some, rows),
-        ),
+        bf.metrics.nll(*bf.metrics.pool(*_of_the_server(some, rows))),
         rel=1e-6,
     )
     for name, t in some.server["w"].items():
