@@ -104,8 +104,8 @@ class Mean:
     Args:
         weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a
             block; `by_size` gives FedAvg.
-        sends: Names of the posterior's sent tensors, which are averaged one by one: `("loc",
-            "rho")` for a `MeanField`'s raw parameters.
+        sends: Names of the posterior's sent tensors, which are averaged one by one; for the raw
+            parameters of a `MeanField`, `("loc", "rho")`.
 
     Example:
         >>> server = {"w": {"loc": torch.zeros(1)}}

@@ -108,6 +108,10 @@ def forest(
             estimate, low, high = (_told(value) for value in shown(numbers))
             told = f"{estimate} [{low}, {high}]"
             ax.text(1.02, place, told, transform=across, fontsize="small", va="center")
+    short = "".join(word[0].upper() for word in fit.ratio.split()) if ratio else "estimate"
+    above = {"y": -0.95, "transform": across, "fontsize": "small", "va": "center"}
+    ax.text(x=1.02, s=f"{short} [{100 * level:g} %]", **above)
+    ax.text(x=-0.02, s="site (rows)", ha="right", **above)
     if ratio:
         ax.set_xscale("log")
         span = shown(max(inner[1], 0.0)) / shown(min(inner[0], 0.0))

@@ -49,6 +49,8 @@ def test_estimates_intervals_and_reasons():
         "1.00 [0.50, 1.50]",
         "0.20 [-0.20, 0.60]",
         "0.70 [0.40, 1.00]",
+        "estimate [95 %]",
+        "site (rows)",
     ]
     names = [text.get_text() for text in ax.get_yticklabels()]
     assert names == ["a (100)", "b (50)", "c (10)", "all sites (160)"]
@@ -61,6 +63,7 @@ def test_ratios_are_drawn_on_a_logarithmic_axis():
     assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "odds ratio of sex")
     assert np.asarray(ax.collections[0].get_offsets())[0, 0] == pytest.approx(np.e)
     assert ax.texts[1].get_text() == "2.72 [1.65, 4.48]"
+    assert [text.get_text() for text in ax.texts[-2:]] == ["OR [95 %]", "site (rows)"]
     ax.figure.canvas.draw()
 
 
