@@ -56,3 +56,4 @@ def test_a_formula_is_read_as_mathematics():
         latex("e^(cos(z, z_own)) eps1")
         == r"e^{\operatorname{cos}(z, z_{\text{own}})} \operatorname{eps1}"
     )
+    assert latex("server_lr >= f -> zhat") == r"\text{server\_lr} \ge  f \to  \hat{z}"
