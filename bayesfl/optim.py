@@ -400,10 +400,13 @@ class IVON:
 
     From the slopes of the bound of all rows, as an `Energy` with `likelihood="sum"` has them,
 
-        D = slope_s / s,    P <- P + (1 - b2) D + (1 - b2)^2 D^2 / (2 P),    P = 1 / s^2,
-        g <- b1 g + (1 - b1) slope_mean,    mean <- mean - rate g / ((1 - b1^t) P).
+        $D = slope_s / s$,
 
-    With P = n h + d this is the paper's step, but that g contains the prior's slope.
+        $P <- P + (1 - b2) D + (1 - b2)^2 D^2 / (2 P)$, $P = 1 / s^2$,
+
+        $g <- b1 g + (1 - b1) slope_m$, $m <- m - rate g / ((1 - b1^t) P)$, m the mean.
+
+    With $P = n h + d$ this is the paper's step, but that g contains the prior's slope.
 
     Example:
         >>> q = {"w": bf.posteriors.MeanField(init_scale=1.0).init(torch.tensor([1.0]))}

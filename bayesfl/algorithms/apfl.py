@@ -1,20 +1,22 @@
 """APFL: each client predicts with weights between its own and the federation's, and learns its
 share.
 
-With F_j a mean over client j's data and vbar_j = alpha_j v_j + (1 - alpha_j) w_j, each batch makes
-three steps from the same state:
+With $F_j$ a mean over client j's data and $vbar_j = alpha_j v_j + (1 - alpha_j) w_j$, each batch
+makes three steps from the same state:
 
-    v_j      <-  v_j - lr alpha_j grad F_j(vbar_j),
-    alpha_j  <-  alpha_j - lr <v_j - w_j, grad F_j(vbar_j)>,  clipped to [0, 1],
-    w_j      <-  w_j - lr grad F_j(w_j).
+    $v_j <- v_j - lr alpha_j grad F_j(vbar_j)$,
 
-The server takes the plain mean of the cohort's w_j; v_j and alpha_j stay on the client.
+    $alpha_j <- alpha_j - lr <v_j - w_j, grad F_j(vbar_j)>$, clipped to [0, 1],
 
-The authors' code changes alpha_j only on the first batch of a round, uses the mixture of the
-gradients at v_j and w_j instead of the gradient at vbar_j, and shrinks alpha_j by a term 0.02
-alpha_j; the paper has none of these. At alpha_j = 0 no step changes v_j, so alpha_j leaves 0 only
-if v_j and w_j differ. The step on v_j and alpha_j takes most lines of the composition beyond
-twenty-five.
+    $w_j <- w_j - lr grad F_j(w_j)$.
+
+The server takes the plain mean of the cohort's $w_j$; $v_j$ and $alpha_j$ stay on the client.
+
+The authors' code changes $alpha_j$ only on the first batch of a round, uses the mixture of the
+gradients at $v_j$ and $w_j$ instead of the gradient at $vbar_j$, and shrinks $alpha_j$ by a term
+$0.02 alpha_j$; the paper has none of these. At $alpha_j = 0$ no step changes $v_j$, so $alpha_j$
+leaves 0 only if $v_j$ and $w_j$ differ. The step on $v_j$ and $alpha_j$ takes most lines of the
+composition beyond twenty-five.
 
 Source: Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020, algorithm 1 and the
 update of alpha that follows it.

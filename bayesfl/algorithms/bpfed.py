@@ -1,17 +1,17 @@
 """BPFed: a shared body and a head of each client, both with Gaussian posteriors. The federation's
 posterior of the body is the body's prior in the next round.
 
-A client fits mean fields q_j(body) and q_j(head) in gradient steps on
+A client fits mean fields $q_j(body)$ and $q_j(head)$ in gradient steps on
 
-    E_q[-log p(D_j | body, head)] + zeta (KL(q_j(body) || q(body)) + KL(q_j(head) || N(0, 1))),
+    $E_q[-log p(D_j | body, head)] + zeta (KL(q_j(body) || q(body)) + KL(q_j(head) || N(0, 1)))$,
 
-and the server averages the parameters loc and rho, with deviations softplus(rho), of q_j(body).
+and the server averages the parameters loc and rho, with deviations $softplus(rho)$, of $q_j(body)$.
 
-At zeta = 1 one round is Bayes' rule. Each further round counts the same rows again, so q(body)
-becomes narrower and is no posterior. The authors' code uses the reverse divergence, KL(q(body) ||
-q_j(body)), for all weights, with a factor of 5e-5 n_j, and draws noise of standard deviation .001
-instead of 1; none of these is implemented here. The abstract does not state the head's prior; here
-it is a standard normal.
+At $zeta = 1$ one round is Bayes' rule. Each further round counts the same rows again, so $q(body)$
+becomes narrower and is no posterior. The authors' code uses the reverse divergence,
+$KL(q(body) || q_j(body))$, for all weights, with a factor of 5e-5 $n_j$, and draws noise of
+standard deviation .001 instead of 1; none of these is implemented here. The abstract does not state
+the head's prior; here it is a standard normal.
 
 Source: Chen, Liu, Cao, Zhang, "Bayesian personalized federated learning with shared and
 personalized uncertainty representations", arXiv:2309.15499, 2023.
@@ -55,7 +55,7 @@ def bpfed(
 
     Args:
         zeta: Weight of the KL; 1 is Bayes' rule.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision) of the head's weights.
+        prior_precision: Precision of the prior $N(0, 1 / prior_precision)$ of the head's weights.
         init_scale: Standard deviation of all weights at the start, and of the body's first prior.
 
     Example:

@@ -1,12 +1,13 @@
 """Clustered FL: FedAvg within clusters of clients; a cluster splits in two when its clients'
 updates point in different directions.
 
-All clients start in one cluster.  With w its model, w_j client j's model after local training, u_j
-= w_j - w and n_j its number of examples:
+All clients start in one cluster. With w its model, $w_j$ client j's model after local training,
+$u_j = w_j - w$ and $n_j$ its number of examples:
 
-w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster. A cluster of more than
-two clients splits where |u| < eps1 (its model hardly moves) while max_j |u_j| > eps2 (its clients'
-models do); the parts are the last two groups of complete-linkage clustering on 1 - cos(u_i, u_j).
+$w <- w + u$, $u = sum_j n_j u_j / sum_j n_j$, over the clients of the cluster. A cluster of more
+than two clients splits where $|u| < eps1$ (its model hardly moves) while $max_j |u_j| > eps2$ (its
+clients' models do); the parts are the last two groups of complete-linkage clustering on
+$1 - cos(u_i, u_j)$.
 
 The paper's eps are lengths of an update. These depend on the learning rate and the size of the
 model, so on other data the same numbers may never cause a split. Here eps are multiples of |u| in
@@ -53,15 +54,15 @@ def clustered(
     clients' updates disagree.
 
     The server has `models` [clusters, D], each client's `cluster` [J] (-1 before its first round),
-    the first round's `unit` |u|, and `norms` [clusters, 2], |u| and max |u_j| of the last round in
-    this unit, which show how close a cluster is to a split. It sends each client the model of its
-    cluster. A cluster splits only if all its clients are in the round's cohort, so let every client
-    take part in each round. A new client receives all models and uses the one that fits its
+    the first round's `unit` |u|, and `norms` [clusters, 2], |u| and $max |u_j|$ of the last round
+    in this unit, which show how close a cluster is to a split. It sends each client the model of
+    its cluster. A cluster splits only if all its clients are in the round's cohort, so let every
+    client take part in each round. A new client receives all models and uses the one that fits its
     training data best, as in `ifca`, for predictions and, if it joins in training, as its cluster.
 
     Args:
         eps1: Length in units of the first round's |u|; a cluster can split only if |u| is less.
-        eps2: Length in the same unit; a cluster can split only if the largest |u_j| exceeds it.
+        eps2: Length in the same unit; a cluster can split only if the largest $|u_j|$ exceeds it.
         first_split: Number of rounds without a split at the start.
         optimiser: Optimiser of the clients' steps; under a falling schedule, updates become too
             small for splits.

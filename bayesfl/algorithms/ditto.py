@@ -1,8 +1,8 @@
 """Ditto: a global model by FedAvg, and for each client a personal model pulled towards the global
 model received in the round.
 
-Personal objective of client j:  F_j(v) + lambda / 2 |v - w|^2,  F_j a mean over its data. The pull
-is the prior N(w, 1 / (lambda n_j)).
+Personal objective of client j: $F_j(v) + lambda / 2 |v - w|^2$, $F_j$ a mean over its data. The
+pull is the prior $N(w, 1 / (lambda n_j))$.
 
 The authors' code takes the steps of both models on the same batches; here each takes its own pass.
 The centre is fixed during the round, so neither model's steps depend on the other's.
@@ -45,8 +45,8 @@ def ditto(
     towards the global one.
 
     Args:
-        lam: Strength of the pull towards the global model; 0 is local training. Steps need rate
-            (curvature + lam) < 2.
+        lam: Strength of the pull towards the global model; 0 is local training. Steps need
+            $rate (curvature + lam) < 2$.
         epochs: Number of passes over a client's data each round, for each of the two models.
         optimiser: Optimiser of both models; the authors' code has no momentum.
 

@@ -3,17 +3,21 @@ clients' models with larger weights for similar ones.
 
 The server mixes what the clients send, and client i trains under a pull to its mixture:
 
-    u_i = sum_j xi_ij w_j,   xi_ij = alpha A'(|w_i - w_j|^2) for j != i,   xi_ii = 1 - sum_j xi_ij,
-    w_i = argmin_w F_i(w) + lam / (2 alpha) |w - u_i|^2,
+    $u_i = sum_j xi_ij w_j$,
 
-with F_i a mean over its data and A(x) = 1 - exp(-x / sigma), so that A'(x) = exp(-x / sigma) /
-sigma. The pull is the prior N(u_i, alpha / (lam n_i)). The paper computes the minimum; here
-`epochs` of steps from the client's last model approach it. Clients outside a round's cohort keep
-their cloud models.
+    $xi_ij = alpha A'(|w_i - w_j|^2)$ for $j != i$, $xi_ii = 1 - sum_j xi_ij$,
 
-The distance grows with the number of weights. If |w_i - w_j|^2 is much larger than sigma, clients
+    $w_i = argmin_w F_i(w) + lam / (2 alpha) |w - u_i|^2$,
+
+with $F_i$ a mean over its data and $A(x) = 1 - exp(-x / sigma)$, so that
+$A'(x) = exp(-x / sigma) / sigma$. The pull is the prior $N(u_i, alpha / (lam n_i))$. The paper
+computes the minimum; here `epochs` of steps from the client's last model approach it. Clients
+outside a round's cohort keep their cloud models.
+
+The distance grows with the number of weights. If $|w_i - w_j|^2$ is much larger than sigma, clients
 train alone; if it is much smaller, all others have equal weight. Choose sigma for the network. The
-defaults are the library's: with an `alpha` of sigma / J no client's own weight can become negative.
+defaults are the library's: with an `alpha` of $sigma / J$ no client's own weight can become
+negative.
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized cross-silo federated learning on
 non-IID data", AAAI 2021, algorithm 1 and its equations 3 to 6.
@@ -50,9 +54,9 @@ def fedamp(
     `history["global_accuracy"]` has their mean, with which a client that joins later starts.
 
     Args:
-        lam: Strength of the pull, which is lam / alpha; 0 is local training. Steps need rate
-            (curvature + lam / alpha) < 2.
-        alpha: The server's step size, > 0; None for sigma / J, with J clients.
+        lam: Strength of the pull, which is $lam / alpha$; 0 is local training. Steps need
+            $rate (curvature + lam / alpha) < 2$.
+        alpha: The server's step size, > 0; None for $sigma / J$, with J clients.
         sigma: Squared distance of two models that lowers their attention by a factor e.
 
     Raises:

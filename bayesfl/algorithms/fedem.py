@@ -1,15 +1,19 @@
 """FedEM: M components that all clients share and mix with own weights, learned by EM; D-FedEM: the
 same between neighbours.
 
-Model.  example i of client j comes from component z_i ~ pi_j:
-p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
-E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  pi_j = mean_i q_i,  with the
-components received.
-M step  (client)  theta_m moves by SGD on a batch's mean of q_im times -log p(y_i | x_i, theta_m).
-M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
-New client        EM on pi alone, with the components fixed.
+Model: example i of client j comes from component $z_i ~ pi_j$,
+$p_j(y | x) = sum_m pi_jm p(y | x, theta_m)$.
 
-Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly stochastic.
+E step (client): $q_im = pi_jm p(y_i | x_i, theta_m) / sum_k pi_jk p(y_i | x_i, theta_k)$ and
+$pi_j = mean_i q_i$, with the components received.
+
+M step (client): $theta_m$ moves by SGD on a batch's mean of $-q_im log p(y_i | x_i, theta_m)$.
+
+M step (server): $theta_m = sum_j (n_j / n) theta_jm$.
+
+New client: EM on pi alone, with the components fixed.
+
+Without a server: $theta_jm <- sum_k W_jk theta_km$ over neighbours k, W doubly stochastic.
 
 Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
 distributions", NeurIPS 2021, algorithms 1 and 4; order of steps and hyperparameters from the
@@ -92,15 +96,15 @@ def fedem(
     Args:
         optimiser: Optimiser of all components; the authors' code uses rates of `multistep`,
             different for each data set.
-        by_responsibility: Whether component m is averaged with weights n_j pi_jm instead of n_j, so
-            that clients that do not use it do not slow it down. With one-hot pi this is clustered
-            FedAvg; with weights n_j, a component would move only by its cluster's share of the
-            examples.
+        by_responsibility: Whether component m is averaged with weights $n_j pi_jm$ instead of
+            $n_j$, so that clients that do not use it do not slow it down. With one-hot pi this is
+            clustered FedAvg; with weights $n_j$, a component would move only by its cluster's share
+            of the examples.
         posterior: Posterior of a component: a point, as in the paper, or
             `MeanField(init_scale=...)`, an extension of this package. The M step then minimises
-            mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received,
-            prior_variance), the server matches the moments of the clients' posteriors by size, and
-            E step and predictions use the means.
+            $mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j$ to
+            $N(mean received, prior_variance)$, the server matches the moments of the clients'
+            posteriors by size, and E step and predictions use the means.
         prior_variance: Prior variance of each weight of a component around the mean received; for
             `MeanField` only.
         draws: Number of posterior draws of a step; for `MeanField` only.

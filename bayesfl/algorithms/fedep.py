@@ -1,12 +1,16 @@
 """FedEP: one Gaussian posterior of the federation, the product of a prior and one factor for each
 client. Clients refine their factors by expectation propagation with Laplace approximations.
 
-With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
+With $q(w) = p(w) prod_j t_j(w)$ on the server and $t_j$ on client j, a round is
 
-    w_j   =  argmax  log p(D_j | w) + log q_old(w) / t_j(w),                     in gradient steps,
-    q_j   =  N(w_j, 1 / (precision of q_old / t_j + diagonal of the GGN of D_j at w_j)),
-    t_j  <-  t_j^(1 - damping) (q_j t_j / q_old)^damping,
-    q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
+    $w_j = argmax_w log p(D_j | w) + log(q_old(w) / t_j(w))$, in gradient steps,
+
+    $q_j = N(w_j, 1 / (P + H))$, P the precision of $q_old / t_j$, H the diagonal of the GGN of
+    $D_j$ at $w_j$,
+
+    $t_j <- t_j^(1 - damping) (q_j t_j / q_old)^damping$,
+
+    $q <- q_old prod_(j in cohort) t_j / t_j^old$.
 
 At a fixed point the mean of q is a maximum of the posterior of all rows. The authors' code scales
 the precisions of networks by 500, and clips the change of the server's mean; neither is done here,
@@ -41,7 +45,7 @@ def fedep(
     Its variances ignore correlations of weights, and are too small if weights are correlated.
 
     Args:
-        prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
+        prior_precision: Precision of the prior $N(0, 1 / prior_precision)$ of every weight.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

@@ -1,13 +1,14 @@
 """FedFomo: each client receives other clients' models, and moves towards those that are better than
 its own on its validation rows.
 
-With x_j the client's model after its last round, L_j its mean loss on validation rows, and theta_m
-the M models that it receives,
+With $x_j$ the client's model after its last round, $L_j$ its mean loss on validation rows, and
+$theta_m$ the M models that it receives,
 
-    gain_m  =  (L_j(x_j) - L_j(theta_m)) / |theta_m - x_j|,
-    x_j    <-  x_j + sum_m share_m (theta_m - x_j),     share_m = max(gain_m, 0), of sum 1,
+    $gain_m = (L_j(x_j) - L_j(theta_m)) / |theta_m - x_j|$,
 
-and it then trains x_j on its training rows. If no model is better, a client keeps its own. The
+    $x_j <- x_j + sum_m share_m (theta_m - x_j)$, $share_m = max(gain_m, 0)$, of sum 1,
+
+and it then trains $x_j$ on its training rows. If no model is better, a client keeps its own. The
 server has all models, and adds each gain to an affinity of the two clients. It sends the M models
 with the largest affinity or, with a probability that falls from `explore` by `explore_decay` each
 round, M random ones.

@@ -1,18 +1,18 @@
 """FedIVON: one Gaussian posterior of the federation, the product of clients' posteriors, which they
 find by IVON's natural gradients.
 
-With q(w) = N(m, 1 / P) on the server, p the prior's precision, and J clients of whom C take part,
-client j starts at m and P / J, a J-th of the posterior, and takes IVON's steps on its bound
+With $q(w) = N(m, 1 / P)$ on the server, p the prior's precision, and J clients of whom C take part,
+client j starts at m and $P / J$, a J-th of the posterior, and takes IVON's steps on its bound
 
-    E[log p(D_j | w)] - KL(q_j || N(0, J / p)).
+    $E[log p(D_j | w)] - KL(q_j || N(0, J / p))$.
 
-It sends m_j and P_j, and
+It sends $m_j$ and $P_j$, and
 
-    m <- sum_j P_j m_j / sum_j P_j,          P <- J / C sum_j P_j.
+    $m <- sum_j P_j m_j / sum_j P_j$, $P <- J / C sum_j P_j$.
 
-So each client has a J-th of the prior, which counts once in P. The paper weighs by curvatures n_j
-h_j alone, without the prior's share. Its personal form, with the server's posterior as the clients'
-prior, is not here.
+So each client has a J-th of the prior, which counts once in P. The paper weighs by curvatures
+$n_j h_j$ alone, without the prior's share. Its personal form, with the server's posterior as the
+clients' prior, is not here.
 
 Source: Pal, Gupta, Sarwar, Rai, "Federated learning with uncertainty and personalization via
 efficient second-order optimization", TMLR 2025 (arXiv:2411.18385).

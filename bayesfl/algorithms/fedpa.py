@@ -1,15 +1,17 @@
 """FedPA: clients send steps towards the mode of the product of their posteriors, estimated from
 averages of SGD's iterates.
 
-After `epochs` passes client j takes l = `samples` averages x_1, ..., x_l of the iterates of
+After `epochs` passes client j takes l = `samples` averages $x_1$, ..., $x_l$ of the iterates of
 `average` steps each. With their mean m and covariance C, and from the model w received,
 
-    S      =  rho I + (1 - rho) C,      rho = 1 / (1 + (l - 1) shrinkage),
-    delta  =  S^-1 (w - m),             by l x l algebra,
-    w     <-  w - server_lr sum_j n_j delta_j / sum_j n_j      on the server.
+    $S = rho I + (1 - rho) C$, $rho = 1 / (1 + (l - 1) shrinkage)$,
 
-Under Gaussian posteriors N(m_j, S_j) the fixed point is the mode of their product; FedAvg's is a
-mean of the m_j. With shrinkage 0 or one sample, S is I. The same holds for the first
+    $delta = S^-1 (w - m)$, by l x l algebra,
+
+    $w <- w - server_lr sum_j n_j delta_j / sum_j n_j$ on the server.
+
+Under Gaussian posteriors $N(m_j, S_j)$ the fixed point is the mode of their product; FedAvg's is a
+mean of the $m_j$. With shrinkage 0 or one sample, S is I. The same holds for the first
 `fedavg_rounds`, because early iterates are far from stationary.
 
 Source: Al-Shedivat, Gillenwater, Xing, Rostamizadeh, "Federated learning via posterior averaging: a

@@ -1,25 +1,25 @@
 """FedPAC: a shared body trained towards common class centroids, and for each client a mixture of
 the heads that help it.
 
-z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk /
-n_j; m_jk is the mean of z over them.
+$z = body(x) in R^d$, K classes; client j has $n_j$ examples, $n_jk$ of them of class k,
+$p_jk = n_jk / n_j$; $m_jk$ is the mean of z over them.
 
 A client of the cohort:
 
-1. With the body received, before training: h_j[k] = p_jk m_jk, the mean of onehot(y) z', and V_j =
-   (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j, the trace of its covariance over n_j, which
-   measures the uncertainty of that mean.
+1. With the body received, before training: $h_j[k] = p_jk m_jk$, the mean of $onehot(y) z'$, and
+   $V_j = (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j$, the trace of its covariance over $n_j$,
+   which measures the uncertainty of that mean.
 2. Head: SGD on the mean loss, with the body fixed.
-3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, with the head fixed. c_k is the
-   received centroid, or the client's own m_jk of step 1 if no client has sent one yet. There is no
-   pull before the server has centroids, in the first round; a run that starts from another
+3. Body: SGD on the mean loss + $lambda mean |z - c_y|^2 / d$, with the head fixed. $c_k$ is the
+   received centroid, or the client's own $m_jk$ of step 1 if no client has sent one yet. There is
+   no pull before the server has centroids, in the first round; a run that starts from another
    (`simulate(start=)`) uses its centroids.
-4. With the body after training: centroids c_jk, the means of z.
+4. With the body after training: centroids $c_jk$, the means of z.
 
-The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client
-i of the cohort head_i = sum_j a_ij head_j with a_i = argmin over the simplex of sum_j a_j^2 V_j +
-|h_i - sum_j a_j h_j|^2, variance plus squared bias; weights below 1e-3 are set to 0 and the rest
-scaled to sum 1.
+The server: $body = sum_j (n_j / n) body_j$, $c_k = sum_j n_jk c_jk / sum_j n_jk$, and for every
+client i of the cohort $head_i = sum_j a_ij head_j$ with $a_i$ = argmin over the simplex of
+$sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2$, variance plus squared bias; weights below 1e-3 are set
+to 0 and the rest scaled to sum 1.
 
 Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
 collaboration", ICLR 2023, arXiv:2306.11867; order of steps, threshold and hyperparameters from the
@@ -69,7 +69,7 @@ def fedpac(
     In addition to its models a client sends, for every class, counts, mean features, and mean
     features weighted by the class's frequency, and one variance. The server therefore sees the
     frequencies of its labels. `result.server["head"]["weights"]` [C, C] has the last round's
-    weights a_ij: row i is the client that receives a head, column j one whose head is mixed into
+    weights $a_ij$: row i is the client that receives a head, column j one whose head is mixed into
     it, and `result.server["head"]["cohort"]` [C] has these clients' numbers. Only heads of a
     round's cohort are mixed, among themselves. An absent client's head does not change, and becomes
     outdated because it was trained on another body. A client that never took part has the initial

@@ -1,12 +1,12 @@
 """FedPop: a shared body is a fixed effect, and each client's head a random effect. The client keeps
 Langevin chains of its head.
 
-Model.  head_j ~ N(mu, v),  y ~ p(y | x, body, head_j).  A client has M chains, and in a round
+Model: $head_j ~ N(mu, v)$, $y ~ p(y | x, body, head_j)$. A client has M chains, and in a round
 
-    head_jm  <-  head_jm + rate / n_j grad log p(D_j, head_jm | body) + (2 rate / n_j)^(1/2) e
+    $head_jm <- head_jm + rate / n_j grad log p(D_j, head_jm | body) + (2 rate / n_j)^(1/2) e$
 
 for `burn_in` steps, and then for `kept` steps, each followed by a step of the body along the mean
-over chains of the gradients of F_j = -1 / n_j log p(D_j | body, head_jm). The server averages
+over chains of the gradients of $F_j = -1 / n_j log p(D_j | body, head_jm)$. The server averages
 bodies by sizes, and moves mu and v by a share `prior_step` of the way to the mean of all heads and
 to their mean squared distance from mu over weights: stochastic expectation maximisation.
 

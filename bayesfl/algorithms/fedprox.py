@@ -1,8 +1,9 @@
-"""FedProx: FedAvg with clients pulled towards the model they received, F_j(v) + mu / 2 |v - w|^2
-with F_j a mean over the data.
+"""FedProx: FedAvg with clients pulled towards the model they received, $F_j(v) + mu / 2 |v - w|^2$
+with $F_j$ a mean over the data.
 
-The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is part of the gradient,
-so with momentum it enters the velocity; some public implementations add it after the velocity.
+The pull is a Gaussian prior $N(w, 1 / (mu n_j))$ on the client's weights. It is part of the
+gradient, so with momentum it enters the velocity; some public implementations add it after the
+velocity.
 
 Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous
 networks", MLSys 2020, algorithm 2.

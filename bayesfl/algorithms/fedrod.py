@@ -2,19 +2,21 @@
 averaged; the personal head's logits are added to its logits and adapt them to a client's class
 frequencies.
 
-With z the features of the body theta, psi the generic and phi the personal head, and n_k the
+With z the features of the body theta, psi the generic and phi the personal head, and $n_k$ the
 client's number of examples of class k, every batch makes a step on each loss:
 
-    theta, psi:  the balanced softmax, the mean of -log( n_y e^psi_y(z) / sum_k n_k e^psi_k(z) ),
-    phi:         the mean of -log softmax_y( psi(z) + phi(z) ) with psi and z as constants.
+    theta, psi: the balanced softmax, the mean of
+    $-log(n_y e^(psi_y(z)) / sum_k n_k e^(psi_k(z)))$,
 
-Clients predict with psi(z) + phi(z), and the history's `global_` columns with psi(z). Heads are
-linear, so the sum of their logits is a head with weights psi + phi, the block `personal`. phi
+    phi: the mean of $-log softmax_y(psi(z) + phi(z))$ with psi and z as constants.
+
+Clients predict with $psi(z) + phi(z)$, and the history's `global_` columns with $psi(z)$. Heads are
+linear, so the sum of their logits is a head with weights $psi + phi$, the block `personal`. phi
 starts at 0.
 
-A class without examples on a client, n_k = 0, gets no gradient from it. The two steps of a batch do
-not read each other's results; norms with statistics of batches update them in both steps. Fed-RoD
-(hyper), in which a network computes phi from n_k, is not implemented.
+A class without examples on a client, $n_k = 0$, gets no gradient from it. The two steps of a batch
+do not read each other's results; norms with statistics of batches update them in both steps.
+Fed-RoD (hyper), in which a network computes phi from $n_k$, is not implemented.
 
 Source: Chen, Chao, "On bridging generic and personalized federated learning for image
 classification", ICLR 2022, equations 6 to 8; the authors' code is not public.

@@ -1,6 +1,6 @@
 """FedSA-LoRA: adapters B A of low rank on frozen weights; clients share A, and keep B.
 
-With an input x, a frozen weight W and a client's own B_j, a layer computes W x + B_j A x. The
+With an input x, a frozen weight W and a client's own $B_j$, a layer computes $W x + B_j A x$. The
 server averages A, weighted by clients' numbers of examples. As in the authors' configurations, a
 trained classifier stays with its client, like B.
 

@@ -1,15 +1,20 @@
 """FedSI: each client has a posterior over a subnetwork of the shared body, under one frozen head
 that clients fine-tune to predict.
 
-Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
-MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
-Selection  (client)  P: the share of the weights with the largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
-Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j, and sigma_j = diag(H_P^-1)^(1/2) on P
-and 0 elsewhere (a Dirac).
-Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha if no
-client selected r.
-Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f),
-kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
+Model: body $w_j | mu, g ~ N(mu, diag g)$; head: one common random head, constant in training.
+
+MAP (client): $w_j = argmax_w log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r$, from mu.
+
+Selection (client): P, the share of the weights with the largest $s_r^2 = 1 / (GGN_rr + 1 / g_r)$.
+
+Laplace (client): $H_P = GGN_P + diag(1 / g_P)$; sends $w_j$, and $sigma_j = diag(H_P^-1)^(1/2)$ on
+P and 0 elsewhere (a Dirac).
+
+Server: $mu = mean_j w_j$, $sigma = mean_j sigma_j$; $g_r = sigma_r^2$, or alpha if no client
+selected r.
+
+Predict (client): fine-tune the head, then Laplace at mu: $softmax(kappa f)$,
+$kappa = (1 + pi/8 Sigma)^(-1/2)$, $Sigma = J_P H_P^-1 J_P'$.
 
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
 quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1.
@@ -92,9 +97,9 @@ def fedsi(
     subnetwork of it.
 
     The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 as a variance),
-    prior="global", link="per_class" and centre=False: predictions then use H_P = GGN_P + diag(1 /
-    g_P) with the server's learnt variances g. By default g is used only in training, and
-    predictions have one precision for all weights, chosen on validation data.
+    prior="global", link="per_class" and centre=False: predictions then use
+    $H_P = GGN_P + diag(1 / g_P)$ with the server's learnt variances g. By default g is used only in
+    training, and predictions have one precision for all weights, chosen on validation data.
 
     Its intervals do not have nominal coverage: the curvature is computed from one client's rows at
     weights that all clients determine, which makes them two to three times too wide for a shared
@@ -114,7 +119,7 @@ def fedsi(
         steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code
             uses 20.
         optimiser: Optimiser of the body; the authors' code uses `SGD(0.1)` on MNIST.
-        prior_precision: Prior precision 1 / alpha of weights that no client selected, for a
+        prior_precision: Prior precision $1 / alpha$ of weights that no client selected, for a
             likelihood that is a sum over the data; only in training.
         aggregation: Rule for the next prior's g from the clients' sigma: `mean_std` (the paper's,
             zeros included), `mean_var`, `mean_over_selecting` (the mean std of clients that
@@ -129,7 +134,8 @@ def fedsi(
         train_head: Whether every client trains its own head with the body, as in the authors' code,
             instead of the frozen common head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`,
-            the server's 1 / g (step 4 of the paper's algorithm 1), which needs no validation data.
+            the server's $1 / g$ (step 4 of the paper's algorithm 1), which needs no validation
+            data.
         predictive_precision: Prior precision for predictions under an isotropic prior; None chooses
             one for all clients on their validation data.
         link: How predictions convert the Gaussian over the logits to probabilities: `per_class`,

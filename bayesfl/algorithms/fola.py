@@ -1,17 +1,19 @@
 """FOLA: one Gaussian posterior of the federation, the product of clients' Laplace approximations,
 which pulls every client towards its mean in the next round.
 
-With q(w) = N(m, 1 / L) on the server, prior precision L_0, J clients and a cohort of C:
+With $q(w) = N(m, 1 / L)$ on the server, prior precision $L_0$, J clients and a cohort of C:
 
-    w_j  =  argmax log p(D_j | w) - sum_r (L_0 w_r^2 + strength L_r (w_r - m_r)^2) / (2 J),
-    P_j  =  F_j + (L_0 + strength L) / J,    F_j the diagonal of the GGN of D_j at w_j,
-    m   <-  sum_j P_j w_j / sum_j P_j,       L  <-  L_0 + J / C sum_j F_j.
+    $w_j = argmax_w log p(D_j | w) - sum_r (L_0 w_r^2 + strength L_r (w_r - m_r)^2) / (2 J)$,
+
+    $P_j = F_j + (L_0 + strength L) / J$, $F_j$ the diagonal of the GGN of $D_j$ at $w_j$,
+
+    $m <- sum_j P_j w_j / sum_j P_j$, $L <- L_0 + J / C sum_j F_j$.
 
 With diagonal curvature, q is the posterior of a Gaussian likelihood at the fixed point.
 
 The paper adds each round's curvature to L, so after t rounds the same rows count t times; its code
 divides the pull by t. Here L is recomputed in each round, so L and the pull have the right size.
-The authors' code estimates F_j from squared gradients of batches, and has no prior.
+The authors' code estimates $F_j$ from squared gradients of batches, and has no prior.
 
 Source: Liu, Jiang, Zheng, Chen, Qi, Huang, Shao, "A Bayesian federated learning framework with
 online Laplace approximation", TPAMI 2023 (arXiv:2102.01936).
@@ -55,7 +57,7 @@ def fola(
     It treats weights as independent; its variances are too small if weights are correlated.
 
     Args:
-        prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
+        prior_precision: Precision of the prior $N(0, 1 / prior_precision)$ of every weight.
         strength: Strength of the pull towards the federation's posterior; at 1 it counts as much as
             one client's rows.
 

@@ -1,14 +1,15 @@
 """Distributed GroupDRO: one model for all clients that minimises the loss of the worst environment,
 by weights that grow with the loss.
 
-    min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
+    $min_w max_q sum_e q_e R_e(w)$, q on the simplex of all clients' environments.
 
-Each round a client measures its mean losses R_e at the model received, and trains on  sum_e q_e R_e
-over its own environments; the server updates  q_e <- q_e exp(eta R_e) / Z  and averages the models,
-each weighted by the sum of its client's q_e. With one plain local step this is a gradient step on
-sum_e q_e R_e. The weights depend on all losses, so the server stores a round's models until it has
-these. A client with one environment trains on its plain risk. In addition to its model, a client
-sends two numbers for each of `environments` places: the risk, and whether it has an example there.
+Each round a client measures its mean losses $R_e$ at the model received, and trains on
+$sum_e q_e R_e$ over its own environments; the server updates $q_e <- q_e exp(eta R_e) / Z$ and
+averages the models, each weighted by the sum of its client's $q_e$. With one plain local step this
+is a gradient step on $sum_e q_e R_e$. The weights depend on all losses, so the server stores a
+round's models until it has these. A client with one environment trains on its plain risk. In
+addition to its model, a client sends two numbers for each of `environments` places: the risk, and
+whether it has an example there.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts",
 ICLR 2020, algorithm 1 (there for one machine); distributed as a baseline and as the lower problem

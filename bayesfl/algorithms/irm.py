@@ -1,23 +1,23 @@
 """Distributed IRM: one model that is optimal in every environment at once; IRM-L2 and IRM-FT derive
 personal models from it.
 
-Client j minimises  (R_j(w) + gamma_t sum_e g_e(w)^2 + l2 |w|^2) / max(1, gamma_t),  R_j the mean
-over its examples, g_e the derivative of environment e's mean loss with respect to a scale of the
-outputs (IRMv1), and the server averages by size. gamma_t is min(1, gamma) before round `anneal` and
-gamma from then on; Adam's state is reset at that round. All clients together minimise, divided by
-max(1, gamma_t),
+Client j minimises $(R_j(w) + gamma_t sum_e g_e(w)^2 + l2 |w|^2) / max(1, gamma_t)$, $R_j$ the mean
+over its examples, $g_e$ the derivative of environment e's mean loss with respect to a scale of the
+outputs (IRMv1), and the server averages by size. $gamma_t$ is $min(1, gamma)$ before round `anneal`
+and gamma from then on; Adam's state is reset at that round. All clients together minimise, divided
+by $max(1, gamma_t)$,
 
-    R(w) + gamma_t sum_j (n_j / n) sum_e g_je(w)^2 + l2 |w|^2,  R the mean over all examples.
+    $R(w) + gamma_t sum_j (n_j / n) sum_e g_je(w)^2 + l2 |w|^2$, R the mean over all examples.
 
 The penalty is a mean over clients; IRM on all data together has a sum. With J clients of equal
-size, gamma here corresponds to gamma / J there. With several local steps, or with Adam on each
+size, gamma here corresponds to $gamma / J$ there. With several local steps, or with Adam on each
 client, a round is not a gradient step on this objective. With `steps=1`, `batch_size=None`,
 `optimiser=SGD(1.0)` and the optimiser on the server it is one. With J clients of equal size, the
-gradients from round `anneal` on are those of IRM with gamma / J on all data together, except for
-the divisors max(1, gamma) and max(1, gamma / J), which do not change Adam's steps.
+gradients from round `anneal` on are those of IRM with $gamma / J$ on all data together, except for
+the divisors $max(1, gamma)$ and $max(1, gamma / J)$, which do not change Adam's steps.
 
-IRM-L2  theta_j  by steps on  R_j(theta) + lam/2 |theta - w|^2  from the model received;  IRM-FT
-    has lam = 0.
+IRM-L2: $theta_j$ by steps on $R_j(theta) + lam/2 |theta - w|^2$ from the model received; IRM-FT has
+$lam = 0$.
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
 arXiv:1907.02893; distributed, and in two personal forms, as baselines in Tang, Guo, Zhang,
@@ -110,8 +110,8 @@ def irm_l2(
     `perinvfl`, so that the two methods differ only in their objectives.
 
     Args:
-        lam: Strength of the pull lam/2 |theta - w|^2 added to the mean loss; 0 is IRM-FT. Steps
-            need rate (curvature + lam) < 2.
+        lam: Strength of the pull $lam/2 |theta - w|^2$ added to the mean loss; 0 is IRM-FT. Steps
+            need $rate (curvature + lam) < 2$.
         personal_steps: Number of steps on theta for each of the `steps`; also for a client that
             joins later.
         personal_optimiser: Optimiser of theta; its state is reset each round.

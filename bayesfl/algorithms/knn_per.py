@@ -1,11 +1,13 @@
 """kNN-Per: a client predicts from the common model and from its own rows that are nearest to the
 new one.
 
-    p(c | x)  =  lam p_kNN(c | x) + (1 - lam) p_w(c | x),
-    p_kNN(c | x)  proportional to  sum over the k nearest rows i of  exp(-d_i / scale) [y_i = c],
+    $p(c | x) = lam p_kNN(c | x) + (1 - lam) p_w(c | x)$,
 
-where d_i is the squared distance between features, the inputs of the model's head, divided by their
-number. The common model is FedAvg's; rows and their features stay on the client.
+    $p_kNN(c | x)$ proportional to the sum over the k nearest rows i of
+    $exp(-d_i / scale) [y_i = c]$,
+
+where $d_i$ is the squared distance between features, the inputs of the model's head, divided by
+their number. The common model is FedAvg's; rows and their features stay on the client.
 
 Each client chooses lam on its own validation rows, as in the paper, in steps of 0.05 (the authors'
 code: of 0.01). The default of `scale` is that of the authors' code.

@@ -1,18 +1,19 @@
 """L2GD: personal models under a penalty on their distance from their mean, by random gradient steps
 on the data or on the penalty.
 
-With F_j a mean over client j's n_j rows and xbar the mean of the J clients' models, it minimises
+With $F_j$ a mean over client j's $n_j$ rows and xbar the mean of the J clients' models, it
+minimises
 
-    1 / J sum_j F_j(x_j) + lam / (2 J) sum_j |x_j - xbar|^2.
+    $1 / J sum_j F_j(x_j) + lam / (2 J) sum_j |x_j - xbar|^2$.
 
-With probability p all clients make a step towards the mean, x_j <- x_j - s (x_j - xbar), otherwise
-a step on the data, x_j <- x_j - lr grad F_j(x_j). With s = lr lam (1 - p) / p steps are unbiased:
-their mean is (1 - p) lr J times the objective's gradient. A step towards the mean does not change
-the mean, so clients communicate only if such a step follows a step on the data. A round is one such
-communication: steps towards the mean, then steps on the data. Both numbers of steps are geometric
-and the same for all clients.
+With probability p all clients make a step towards the mean, $x_j <- x_j - s (x_j - xbar)$,
+otherwise a step on the data, $x_j <- x_j - lr grad F_j(x_j)$. With $s = lr lam (1 - p) / p$ steps
+are unbiased: their mean is $(1 - p) lr J$ times the objective's gradient. A step towards the mean
+does not change the mean, so clients communicate only if such a step follows a step on the data. A
+round is one such communication: steps towards the mean, then steps on the data. Both numbers of
+steps are geometric and the same for all clients.
 
-Two public versions divide s by (1 - p) instead of p, or count the first client twice in the mean.
+Two public versions divide s by $(1 - p)$ instead of p, or count the first client twice in the mean.
 
 Source: Hanzely, Richtarik, "Federated learning of a mixture of global and local models", 2020,
 algorithm 1.
@@ -45,8 +46,8 @@ def l2gd(
             average.
         batch_size: Number of examples of a step; None, as in the paper, for all of the client's. A
             round then has 1 / p passes on average.
-        optimiser: SGD without momentum; the size of a step towards the mean is s = lr lam (1 - p) /
-            p, which should be below 1.
+        optimiser: SGD without momentum; the size of a step towards the mean is
+            $s = lr lam (1 - p) / p$, which should be below 1.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

@@ -1,11 +1,11 @@
 """MOON: FedAvg with a loss that pulls a client's features towards those of the received model and
 away from those of its own last model.
 
-With z the features of the trained model w, z_glob those of the model received in the round and
-z_prev those of the client's model at the end of its last round, both constant, client i minimises
+With z the features of the trained model w, $z_glob$ those of the model received in the round and
+$z_prev$ those of the client's model at the end of its last round, both constant, client i minimises
 
-    F_i(w) + mu mean_x -log( e^(cos(z, z_glob) / tau)
-                             / (e^(cos(z, z_glob) / tau) + e^(cos(z, z_prev) / tau)) ).
+    $F_i(w) - mu mean_x log(a / (a + b))$, $a = e^(cos(z, z_glob) / tau)$,
+    $b = e^(cos(z, z_prev) / tau)$.
 
 In its first round a client has no last model, and the initial model replaces it. If that is the
 received model, both cosines are equal and the term has no gradient, as without it.

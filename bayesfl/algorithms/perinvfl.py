@@ -1,10 +1,11 @@
 """PerInvFL: invariant personal models that are pulled towards a global invariant model.
 
-Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
-Upper problem  theta_j by steps on
-(R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
+Lower problem: w by distributed IRM or GroupDRO over all clients' environments.
 
-In the upper problem w is the model received in the round; the client keeps theta_j and its
+Upper problem: $theta_j$ by steps on
+$(R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t)$.
+
+In the upper problem w is the model received in the round; the client keeps $theta_j$ and its
 optimiser's state from round to round.
 
 The two weights are separate: gamma for invariance over the client's own environments, lam for the
@@ -14,15 +15,15 @@ because the available text does not state which term it multiplies. With one env
 own GroupDRO would be its plain risk, so PerInvFL-DRO also has IRM's penalty in the upper problem.
 
 `variant="contrastive"` has the released code's contrastive term instead of the distance and of the
-personal penalty. It pulls features z_i of theta towards those of w and away from those of a model
+personal penalty. It pulls features $z_i$ of theta towards those of w and away from those of a model
 that the client trains alone,
 
-    R_j(theta) + l2 |theta|^2
-    + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ).
+    $R_j(theta) + l2 |theta|^2 - lam mean_i log(a_i / (a_i + 0.2 b_i))$,
+    $a_i = e^(cos(z_i, z_i^w))$, $b_i = e^(cos(z_i, z_i^own))$.
 
-Three details differ from that code. It resets theta to w before every step, where cos(z, z^w) is 1
-and has no gradient; here theta continues. There the client's own model shares the optimiser's
-moments with the global one; here it has its own optimiser. Here z^w are features of the received
+Three details differ from that code. It resets theta to w before every step, where $cos(z, z^w)$ is
+1 and has no gradient; here theta continues. There the client's own model shares the optimiser's
+moments with the global one; here it has its own optimiser. Here $z^w$ are features of the received
 model.
 
 Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution
@@ -91,7 +92,7 @@ def perinvfl(
         lower: Method that trains the global model.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
         lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The
-            distance term is divided by max(1, gamma_t), like the other terms.
+            distance term is divided by $max(1, gamma_t)$, like the other terms.
         gamma: Weight of the squared slopes from round `anneal` on, in the lower problem by IRM and
             in the upper one by distance.
         l2: Strength of theta's ridge, and of w's in a lower problem by IRM.

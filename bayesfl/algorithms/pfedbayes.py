@@ -1,22 +1,24 @@
 """pFedBayes: a Gaussian posterior of all weights for each client, with a federated Gaussian as
 prior, which follows the clients' posteriors.
 
-Both are mean fields, q_j of the client and w_j its copy of the server's w. Each batch makes
-`inner_steps` steps on q_j and one on w_j. Both follow gradients of the same bound:
+Both are mean fields, $q_j$ of the client and $w_j$ its copy of the server's w. Each batch makes
+`inner_steps` steps on $q_j$ and one on $w_j$. Both follow gradients of the same bound:
 
-    F_j(q, w) = E_q[-log p(D_j | .)] + zeta KL(q || w),
-    q_j  <-  q_j - step(grad_q F_j(q_j, w_j) / n_j),
-    w_j  <-  w_j - step(grad_w zeta KL(q_j || w_j) / n_j).
+    $F_j(q, w) = E_q[-log p(D_j | .)] + zeta KL(q || w)$,
 
-The server averages the parameters loc and rho, with deviations softplus(rho), of the cohort's w_j,
-and goes `beta` of the way to their plain mean. The minimum of sum_j KL(q_j || w) over w alone
-matches the moments of the mixture of the q_j, and is wider than such an average.
+    $q_j <- q_j - step(grad_q F_j(q_j, w_j) / n_j)$,
 
-A zeta other than 1 tempers: at 10 the prior counts ten times, and q_j is not a posterior.
+    $w_j <- w_j - step(grad_w zeta KL(q_j || w_j) / n_j)$.
+
+The server averages the parameters loc and rho, with deviations $softplus(rho)$, of the cohort's
+$w_j$, and goes `beta` of the way to their plain mean. The minimum of $sum_j KL(q_j || w)$ over w
+alone matches the moments of the mixture of the $q_j$, and is wider than such an average.
+
+A zeta other than 1 tempers: at 10 the prior counts ten times, and $q_j$ is not a posterior.
 
 A public version, not by the authors, draws noise of standard deviation .001 instead of 1, weights
 clients by size, and divides the KL by a number of batches; none of these is implemented here. The
-client keeps q_j from round to round; the optimisers of w_j and q_j are reset in each round.
+client keeps $q_j$ from round to round; the optimisers of $w_j$ and $q_j$ are reset in each round.
 
 Source: Zhang, Li, Li, Guo, Shi, "Personalized federated learning via variational Bayesian
 inference", ICML 2022, algorithm 1.
@@ -65,9 +67,9 @@ def pfedbayes(
     Args:
         zeta: Weight of the KL; 1 is Bayes' rule, the paper's best is 10.
         batches: Number of batches of a round.
-        inner_steps: Number of steps on q_j on each batch, before one step on w_j.
-        optimiser: Optimiser of q_j, and of w_j.
-        init_scale: Standard deviation of q_j and of w at the start.
+        inner_steps: Number of steps on $q_j$ on each batch, before one step on $w_j$.
+        optimiser: Optimiser of $q_j$, and of $w_j$.
+        init_scale: Standard deviation of $q_j$ and of w at the start.
         beta: The server's step size, > 0; 1 is the mean.
 
     Example:

@@ -1,10 +1,12 @@
 """pFedHN: a network on the server computes each client's weights from an embedding of the client.
 
-The server has an embedding v_j for each client and the hypernetwork's weights phi. In a round
+The server has an embedding $v_j$ for each client and the hypernetwork's weights phi. In a round
 
-    w_j   =  h(v_j; phi)                          is sent to client j of the cohort,
-    w_j'  =  w_j after `steps` steps              comes back,
-    (v, phi)  <-  a step along the mean over the cohort of (dw_j / d(v, phi))' (w_j - w_j'),
+    $w_j = h(v_j; phi)$ is sent to client j of the cohort,
+
+    $w_j'$, which is $w_j$ after `steps` steps, comes back,
+
+    (v, phi) makes a step along the mean over the cohort of $(dw_j / d(v, phi))' (w_j - w_j')$,
 
 with the gradient shortened to a norm of `clip`. h has `layers` linear layers with ReLU between
 them, and then one linear map to all weights. The paper's cohorts are single clients, one after the
@@ -54,7 +56,7 @@ def pfedhn(
     stores `hidden` numbers for each weight of the model.
 
     Args:
-        embedding: Number of entries of a client's embedding; the paper uses 1 + J / 4 for J = 50
+        embedding: Number of entries of a client's embedding; the paper uses $1 + J / 4$ for J = 50
             clients.
         hidden: Width of the hypernetwork's layers.
         layers: Number of the hypernetwork's layers.

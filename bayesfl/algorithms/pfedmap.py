@@ -1,9 +1,12 @@
 """pFedMAP: personal heads under a hierarchical Gaussian with one fixed scale, each at the mode of
 its posterior.
 
-Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; all clients share a body.
-Client  w_j  minimises  -log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2).
-Server  w = mean of the w_j.
+Model: $w_j | w ~ N(w, rho^2 I)$ for the head of client j, flat prior on w; all clients share a
+body.
+
+Client: $w_j$ minimises $-log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2)$.
+
+Server: $w = mean_j w_j$.
 
 Unlike Ditto, the centre is the mean of the personal heads; no separate global model is trained.
 

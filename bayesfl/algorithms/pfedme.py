@@ -1,12 +1,12 @@
-"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global model,
-which follows the Moreau envelope.
+"""pFedMe: personal models $theta_j$ as proximal points of the client's copy $w_j$ of the global
+model, which follows the Moreau envelope.
 
-theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <-
-w_j - lr lambda (w_j - theta_j). The server's step is w <- (1 - beta) w + beta mean_j w_j. All
-clients train, but only a cohort sends.
+$theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2$, by K steps on one batch; then
+$w_j <- w_j - lr lambda (w_j - theta_j)$. The server's step is
+$w <- (1 - beta) w + beta mean_j w_j$. All clients train, but only a cohort sends.
 
 Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020,
-algorithm 1. As in the authors' code, the inner steps continue from the previous theta_j within a
+algorithm 1. As in the authors' code, the inner steps continue from the previous $theta_j$ within a
 round, which starts at w; the server's mean has equal weights, as in the paper.
 """
 
@@ -48,18 +48,18 @@ def pfedme(
     towards them.
 
     Args:
-        lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1
-            / (lam n_j)).
+        lam: Strength of the pull of $theta_j$ towards $w_j$; the mean loss makes it the prior
+            $N(w_j, 1 / (lam n_j))$.
         batches: Number of batches in a round, each with one inner problem and one envelope step
             (the paper's R).
         inner_steps: Number of gradient steps on each inner problem (the paper's K).
-        lr: Step size along the envelope's gradient, lam (w_j - theta_j).
+        lr: Step size along the envelope's gradient, $lam (w_j - theta_j)$.
         personal_optimiser: Optimiser of the inner steps; the authors' code has a weight decay of
             1e-3.
         beta: The server's step size, > 0; 1 is the mean, and 2 the value of the authors' tuned
             runs.
-        warm_start: Whether an inner problem starts from the previous one's theta_j, as in the
-            authors' code, or from w_j.
+        warm_start: Whether an inner problem starts from the previous one's $theta_j$, as in the
+            authors' code, or from $w_j$.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

@@ -7,12 +7,12 @@ $E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I))$.
 
 M step (client): $rho_j^2 = (|sigma_j|^2 + |mu_j - w|^2) / D$.
 
-M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$; a small rho_j weighs more.
+M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$; a small $rho_j$ weighs more.
 
 With initial widths of 0.1 and long training, the method loses accuracy after aggregation
-(docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so
-the pull towards the centre stays strong. `pfedvem_held` has one fixed rho for all clients, and the
-server's mean then has equal weights.
+(docs/studies/long-training.md): $rho_j$ follows the width of $q_j$ and not the spread of the heads,
+so the pull towards the centre stays strong. `pfedvem_held` has one fixed rho for all clients, and
+the server's mean then has equal weights.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
 hierarchical Bayesian modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -91,16 +91,17 @@ def pfedvem(
     (docs/studies/truth.md).
 
     Args:
-        init_scale: Standard deviation of q_j at the start, and of the server's first head. On
+        init_scale: Standard deviation of $q_j$ at the start, and of the server's first head. On
             images the default may make the body's units inactive in the first round, and `simulate`
             warns; 0.1 does not (docs/studies/long-training.md).
-        scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1
-            + momentum)) of `head_optimiser` at the round's rate, in the head's own units; rho_j
-            never falls below this value. At 1 / sqrt(2) of it, steps towards the centre diverge;
-            half of the limit remains for the curvature of the data (docs/derivations/pfedvem.md).
-        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, so that a client with a
-            tiny rho_j does not dominate the centre; None for no prior.
-        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or
+        scale_floor: Smallest $rho_j$, in units of `init_scale`. It matters only above
+            $sqrt(rate / (1 + momentum))$ of `head_optimiser` at the round's rate, in the head's own
+            units; $rho_j$ never falls below this value. At $1 / sqrt(2)$ of it, steps towards the
+            centre diverge; half of the limit remains for the curvature of the data
+            (docs/derivations/pfedvem.md).
+        scale_prior: Shape and scale of an inverse-gamma prior on $rho_j^2$, so that a client with a
+            tiny $rho_j$ does not dominate the centre; None for no prior.
+        scale_update: Whether $rho_j$ is updated before the head moves, as in the authors' code, or
             after, as in a textbook M step.
 
     Example:
@@ -187,7 +188,7 @@ def pfedvem_held(
     Args:
         prior_scale: The rho of all clients. `simulate` warns in round 1 if steps of SGD towards the
             centre diverge under it.
-        init_scale: Standard deviation of q_j at the start.
+        init_scale: Standard deviation of $q_j$ at the start.
 
     Example:
         >>> model = bf.models.mlp(64, hidden=8, outputs=10)

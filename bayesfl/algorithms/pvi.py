@@ -1,19 +1,21 @@
 """PVI: one Gaussian posterior of the federation, the product of a prior and one factor for each
 client. A client refines its factor by variational inference under all others.
 
-With q(w) = p(w) prod_j t_j(w) on the server and t_j on client j, a round is
+With $q(w) = p(w) prod_j t_j(w)$ on the server and $t_j$ on client j, a round is
 
-    q_j   =  argmax  E_q[log p(D_j | w)] - KL(q || q_old / t_j),     mean fields, in gradient steps,
-    t_j  <-  t_j^(1 - damping) (q_j t_j / q_old)^damping,
-    q    <-  q_old prod_(j in the cohort) t_j / t_j's old value.
+    $q_j = argmax_q E_q[log p(D_j | w)] - KL(q || q_old / t_j)$, mean fields, in gradient steps,
+
+    $t_j <- t_j^(1 - damping) (q_j t_j / q_old)^damping$,
+
+    $q <- q_old prod_(j in cohort) t_j / t_j^old$.
 
 A fixed point is a stationary point of the evidence bound of all rows together, for any `damping`.
 All clients refine at once or, with cohorts of one, one after the other.
 
 Precisions of factors stay >= 0 (`bayesfl.composition.factors`), which the paper does not require.
-After the first round q_j starts with the mean of q and the client's own last deviations. From there
-a few steps approach the maximum; from the client's own last mean they lag behind, and q diverges.
-Numbers of steps and the optimiser are this library's choices.
+After the first round $q_j$ starts with the mean of q and the client's own last deviations. From
+there a few steps approach the maximum; from the client's own last mean they lag behind, and q
+diverges. Numbers of steps and the optimiser are this library's choices.
 
 Source: Ashman, Bui, Nguyen, Markou, Weller, Swaroop, Turner, "Partitioned variational inference: a
 framework for probabilistic federated learning", 2022, algorithm 1 and the damping after it.
@@ -46,8 +48,8 @@ def pvi(
     Its variances ignore correlations of weights, and are too small if weights are correlated.
 
     Args:
-        prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
-        init_scale: Standard deviation of q_j before the client's first step.
+        prior_precision: Precision of the prior $N(0, 1 / prior_precision)$ of every weight.
+        init_scale: Standard deviation of $q_j$ before the client's first step.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

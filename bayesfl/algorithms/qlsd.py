@@ -1,15 +1,15 @@
 """QLSD: Langevin chains of one model on the server, driven by gradients that clients quantise.
 
-The server has M chains. With U_j = -log p(D_j | w) + prior_precision / (2 J) |w|^2, J clients, a
+The server has M chains. With $U_j = -log p(D_j | w) + prior_precision / (2 J) |w|^2$, J clients, a
 cohort of C, and e standard normal, a round moves each chain
 
-    w  <-  w - step J / C sum_j Q(grad U_j(w)) + (2 step)^(1/2) e .
+    $w <- w - step J / C sum_j Q(grad U_j(w)) + (2 step)^(1/2) e$.
 
 A client estimates its gradient on `batch_size` examples, and sends, with s levels,
 
-    Q(v)_d = |v| sign(v_d) l_d / s,   l_d = floor(s |v_d| / |v|), or one more
+    $Q(v)_d = |v| sign(v_d) l_d / s$, $l_d = floor(s |v_d| / |v|)$, or one more
 
-with probability s |v_d| / |v| - l_d: integers of one byte, and the mean of Q(v) is v. The paper
+with probability $s |v_d| / |v| - l_d$: integers of one byte, and the mean of $Q(v)$ is v. The paper
 averages over the draws of one chain; here clients predict with the last draws of all chains.
 
 Cohorts, batches and quantisation add noise, so chains are wider than the posterior; a smaller
@@ -60,7 +60,7 @@ def qlsd(
             clients' losses.
         levels: Number s of levels of the quantiser, from 1 to 127.
         batch_size: Number of examples of a gradient; None for all of the client's.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision) of every weight.
+        prior_precision: Precision of the prior $N(0, 1 / prior_precision)$ of every weight.
 
     Example:
         >>> clients = bf.data.concept_drift("digits", clients=4)

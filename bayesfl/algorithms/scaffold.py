@@ -1,19 +1,19 @@
 """SCAFFOLD: FedAvg whose steps are corrected by control variates, so that the clients' models do
 not drift apart.
 
-The server has c, each client c_i, both initially 0. From the received model x a client makes K
-steps y <- y - lr (g - c_i + c), and then computes (the paper's option II)
+The server has c, each client $c_i$, both initially 0. From the received model x a client makes K
+steps $y <- y - lr (g - c_i + c)$, and then computes (the paper's option II)
 
-    c_i+ = c_i - c + (x - y) / (K lr),
+    $c_i^new = c_i - c + (x - y) / (K lr)$,
 
-the mean of its gradients g. It sends y and c_i+ - c_i. With N clients and a cohort of S, the server
-computes x <- x + server_lr mean_S (y - x) and c <- c + sum_S (c_i+ - c_i) / N, so c is the mean of
-all clients' c_i.
+the mean of its gradients g. It sends y and $c_i^new - c_i$. With N clients and a cohort of S, the
+server computes $x <- x + server_lr mean_S (y - x)$ and $c <- c + sum_S (c_i^new - c_i) / N$, so c
+is the mean of all clients' $c_i$.
 
 The correction is linear in the weights, the prior `Tilt`. A weight decay is part of g. In a round
-at rate 0, such as in a warm-up, no c_i changes. Clients that join a continued run (`start=`) begin
-with c_i = c, so c stays the mean; if others have left, all clients begin so. Option I of the paper,
-c_i+ = the gradient of all of a client's data at x, is not implemented.
+at rate 0, such as in a warm-up, no $c_i$ changes. Clients that join a continued run (`start=`)
+begin with $c_i = c$, so c stays the mean; if others have left, all clients begin so. Option I of
+the paper, with the gradient of all of a client's data at x as $c_i^new$, is not implemented.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging
 for federated learning", ICML 2020, algorithm 1 and equations 3 to 5. The paper's server step is 1;

@@ -32,7 +32,7 @@ def with_server_optimiser(
     is the step for every block that is gathered. Statistics of norms stay as pooled, because a step
     of Adam could make a variance negative. `SGD(1.0)` gives the method itself. If clients take one
     plain gradient step of rate 1, the gradient is that of the mean of their objectives under the
-    pool's weights. With weights n_j / n, mean losses and all clients in the cohort, that is the
+    pool's weights. With weights $n_j / n$, mean losses and all clients in the cohort, that is the
     mean loss of all data together. A penalty is averaged in the same way, not summed, see
     `bayesfl.algorithms.irm`.
 

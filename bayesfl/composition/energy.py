@@ -76,9 +76,9 @@ class Energy:
         block: Name of the trained block, or names of several; their KL divergences are added.
         parts: Names of the blocks that make the predictor.
         likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or
-            that divided by n: the `mean` plus KL / n, with the same minimum. A pull lambda / 2 |w_j
-            - w|^2 added to a mean loss is thus a prior of variance 1 / (lambda n). `none` leaves
-            the data out: the KL alone, plus the penalty.
+            that divided by n: the `mean` plus $KL / n$, with the same minimum. A pull
+            $lambda / 2 |w_j - w|^2$ added to a mean loss is thus a prior of variance
+            $1 / (lambda n)$. `none` leaves the data out: the KL alone, plus the penalty.
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
         penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no
             part may then draw or have copies.

@@ -1,13 +1,13 @@
 """Factors: the federation's posterior as the product of a prior and one factor for each client. A
 client keeps its factor and replaces it.
 
-    q(w) = N(0, 1 / precision) prod_j t_j(w),
+    $q(w) = N(0, 1 / precision) prod_j t_j(w)$,
 
-with all Gaussians diagonal. A client refines its factor given its cavity q / t_j, the prior times
+with all Gaussians diagonal. A client refines its factor given its cavity $q / t_j$, the prior times
 all other clients' factors. The server multiplies q by the changes of the cohort's factors, so q
-stays the product. Methods differ in how a client finds q_j, its posterior with the cavity as prior:
-`bf.algorithms.pvi` by variational inference, `bf.algorithms.fedep` by a Laplace approximation, as
-in expectation propagation.
+stays the product. Methods differ in how a client finds $q_j$, its posterior with the cavity as
+prior: `bf.algorithms.pvi` by variational inference, `bf.algorithms.fedep` by a Laplace
+approximation, as in expectation propagation.
 
 Precisions of factors stay >= 0. Every cavity then has a density, and a round of many clients never
 leaves a negative precision.
@@ -91,8 +91,8 @@ class Factors:
         Args:
             given: Entries that every client received.
             view: The view, with the received q and the old factor.
-            precision: Precision of q_j, the client's posterior under the cavity, [..., D].
-            weighted: The precision times the mean of q_j, [..., D].
+            precision: Precision of $q_j$, the client's posterior under the cavity, [..., D].
+            weighted: The precision times the mean of $q_j$, [..., D].
         """
         others, pull = self.cavity(view)
         old, share = view["factor"], given["damping"]

@@ -1,14 +1,15 @@
 """Invariant learning: predictors that are optimal in every environment of a client's data, with the
 parts of IRM's and GroupDRO's objectives.
 
-An environment is a set of examples measured under the same conditions. R_e is its mean loss, and
-g_e = d/ds R_e(s outputs) at s = 1 is the slope of that loss in the scale of the outputs. If outputs
-are optimally scaled in every environment, all g_e are 0.
+An environment is a set of examples measured under the same conditions. $R_e$ is its mean loss, and
+$g_e = d/ds R_e(s outputs)$ at s = 1 is the slope of that loss in the scale of the outputs. If
+outputs are optimally scaled in every environment, all $g_e$ are 0.
 
-    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c
-    GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
+    IRM, for one client: $(R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c$,
 
-with c = max(1, gamma_t). The data contain each example's environment (`environments` of
+    GroupDRO, on the server: $q_e <- q_e exp(eta R_e) / Z$,
+
+with $c = max(1, gamma_t)$. The data contain each example's environment (`environments` of
 `bf.data.from_arrays`, or `clients.as_environments()`).
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
@@ -46,8 +47,8 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
         y: Labels [..., B] or [..., B, T], or targets [..., B, O].
 
     Returns:
-        Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes,
-        sum_c (p_c - 1[c = y]) a_c for more.
+        Slopes [..., B] in nats, through which gradients flow; $(sigmoid(a) - y) a$ for two classes,
+        $sum_c (p_c - 1[c = y]) a_c$ for more.
 
     Example:
         >>> outputs, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
@@ -107,8 +108,8 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
     slope over all data of environment e.
 
     Environments without examples in the batch add 0. `biased` squares the mean slope of an
-    environment's n_e examples in the batch. On average the result is too large, by the variance of
-    one slope divided by n_e. `unbiased` is the mean product of the slopes of two different
+    environment's $n_e$ examples in the batch. On average the result is too large, by the variance
+    of one slope divided by $n_e$. `unbiased` is the mean product of the slopes of two different
     examples. On average over fresh batches it is exact, but it can be negative. Repeated steps on
     one fixed batch can therefore decrease it without limit, and an environment with a single
     example adds 0.
@@ -143,7 +144,7 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 class Annealed:
     """Set the penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
 
-    The whole objective is divided by `scale`, max(1, gamma_t), so that gradients keep their size
+    The whole objective is divided by `scale`, $max(1, gamma_t)$, so that gradients keep their size
     under a large gamma.
 
     Args:
@@ -217,8 +218,8 @@ def tied(
     """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled like the
     objective of an invariant model.
 
-    It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or
-    flat if both strengths are 0.
+    It adds $(l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t)$ to a mean loss. It is a Gaussian,
+    or flat if both strengths are 0.
 
     Args:
         annealed: Penalty weight of the objective; its `scale` divides both terms.

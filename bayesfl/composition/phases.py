@@ -124,9 +124,9 @@ class Descend:
             batch to batch; it is reset every round unless `persist` names it.
         draws: Number S of posterior draws of a step, shared by its examples.
         prox: Whether Gaussian priors are left out of the gradient and solved exactly after each
-            step of rate lr, w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean
-            likelihood 1 / (n variance)). This is stable for priors of any strength, where a
-            gradient step needs lr k < 2, and has the same minimum (Parikh and Boyd, "Proximal
+            step of rate lr, $w <- (w + lr k centre) / (1 + lr k)$ with $k = 1 / variance$ (under a
+            mean likelihood $1 / (n variance)$). This is stable for priors of any strength, where a
+            gradient step needs $lr k < 2$, and has the same minimum (Parikh and Boyd, "Proximal
             algorithms", 2014, section 4.2). The lr of a weight is the optimiser's `pace`: larger
             with momentum, and different for each weight with Adam.
         persist: Name of the optimiser's state, which the client then keeps from round to round as

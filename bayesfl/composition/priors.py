@@ -1,4 +1,4 @@
-"""Priors p(w_j | w), which link a client's posterior of a block to the federation."""
+"""Priors $p(w_j | w)$, which link a client's posterior of a block to the federation."""
 
 import math
 from collections.abc import Callable
@@ -43,8 +43,8 @@ class Normal:
     Args:
         centre: (given, view) -> tensor that broadcasts against [..., D].
         variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is
-            [..., 1]. If the energy's likelihood is a mean over n examples, a pull of lambda / 2
-            |w_j - w|^2 is the variance 1 / (lambda n).
+            [..., 1]. If the energy's likelihood is a mean over n examples, a pull of
+            $lambda / 2 |w_j - w|^2$ is the variance $1 / (lambda n)$.
 
     Example:
         >>> centre = bf.priors.server_mean("w")
@@ -76,7 +76,7 @@ class Tilt:
 
     Args:
         slope: (given, view) -> tensor that broadcasts against [..., D]. If the energy's likelihood
-            is a mean over n examples, a term c . w_j is the slope n c.
+            is a mean over n examples, a term $c . w_j$ is the slope n c.
 
     Example:
         >>> prior = bf.priors.Tilt(slope=lambda given, view: torch.tensor([1.0, 2.0]))
@@ -139,9 +139,10 @@ def closest_variance(
     """Compute by empirical Bayes the variance v [...] of the isotropic prior N(centre, v I) with
     the smallest divergence from a posterior.
 
-    Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d -
-    centre_d)^2). Under an inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v)
-    / (D + 2 shape + 2), which stays above 0 for a client whose posterior collapses onto the centre.
+    Without a hyperprior it minimises $KL(q || N(centre, v I))$:
+    $v = mean_d(var_d + (loc_d - centre_d)^2)$. Under an inverse-gamma hyperprior on v it is the
+    posterior's mode, $(2 scale + D v) / (D + 2 shape + 2)$, which stays above 0 for a client whose
+    posterior collapses onto the centre.
 
     Args:
         moments: Mean and variance of the posterior, [..., D] each.
@@ -151,7 +152,7 @@ def closest_variance(
 
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
-        hierarchical Bayesian modeling", FL-NeurIPS 2022, the update of rho_j.
+        hierarchical Bayesian modeling", FL-NeurIPS 2022, the update of $rho_j$.
 
     Example:
         >>> mean, variance = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])

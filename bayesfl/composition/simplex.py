@@ -1,6 +1,6 @@
 """Quadratic programs over the simplex, many at once, solved exactly in float64.
 
-    minimise  a' Q a - 2 b' a   over   a >= 0,  sum a = 1.
+    minimise $a' Q a - 2 b' a$ over $a >= 0$, $sum a = 1$.
 
 Accelerated projected gradient finds the support approximately. On a support F the
 equality-constrained minimum is linear algebra; block pivoting exchanges all weights in F that are

@@ -1,10 +1,10 @@
 """Graphs of clients without a server, and the weights by which neighbours average.
 
-A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge: theta_j <- sum_k W_jk
-theta_k keeps the mean over clients. Repeated mixing converges to that mean if only one eigenvalue
-has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
-Control Letters 53(1), 2004). This holds on a connected graph if clients also weight their own
-parameters, as by `metropolis`; it fails if two groups only swap parameters.
+A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge:
+$theta_j <- sum_k W_jk theta_k$ keeps the mean over clients. Repeated mixing converges to that mean
+if only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed
+averaging", Systems and Control Letters 53(1), 2004). This holds on a connected graph if clients
+also weight their own parameters, as by `metropolis`; it fails if two groups only swap parameters.
 """
 
 from typing import Annotated
@@ -79,7 +79,7 @@ def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:
     """Return Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the
     rest for oneself.
 
-    On a complete graph all weights are 1 / J.
+    On a complete graph all weights are $1 / J$.
 
     Args:
         edges: The graph's edges, [J, J] bool.

@@ -1,15 +1,16 @@
 """The covariance of a Laplace approximation in a form that predicts without the training data.
 
-With G the prior variances, A the rows of all data over the curved weights and M = L L' as in
+With G the prior variances, A the rows of all data over the curved weights and $M = L L'$ as in
 `bayesfl.curvature.dual`,
 
-    primal   H^-1 = G^(1/2) M^-1 G^(1/2)  = R R',        R = G^(1/2) L^-T   [P, P]
-    dual     H^-1 = G - G A' M^-1 A G     = G - R R',    R = G A' L^-T      [P, N (O - 1)]
+    primal: $H^-1 = G^(1/2) M^-1 G^(1/2) = R R'$, $R = G^(1/2) L^-T$, [P, P],
 
-so that J H^-1 J' for rows J at new inputs needs only J R and the prior's part J G J'. In the dual
-form each column of this R stands for an example, whose inputs could be read off; so R is rotated to
-the eigenvectors of R R', which leaves only the posterior's covariance. That is no protection: if a
-unit responds to a single example, that example can be computed from it.
+    dual: $H^-1 = G - G A' M^-1 A G = G - R R'$, $R = G A' L^-T$, [P, N (O - 1)],
+
+so that $J H^-1 J'$ for rows J at new inputs needs only $J R$ and the prior's part $J G J'$. In the
+dual form each column of this R stands for an example, whose inputs could be read off; so R is
+rotated to the eigenvectors of $R R'$, which leaves only the posterior's covariance. That is no
+protection: if a unit responds to a single example, that example can be computed from it.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Covariance:
         curvature: Curvature of the model, at the weights of the fit.
         variance: Diagonal part, [P].
         root: Factor R over the K curved weights, [K, R].
-        sign: 1 if R R' is the covariance of the curved weights, whose `variance` is then 0; -1 if
+        sign: 1 if $R R'$ is the covariance of the curved weights, whose `variance` is then 0; -1 if
             it is the reduction by the data.
         curved: Which of the selected weights R covers, [P] bool.
         indices: Indices of the selected weights, [P]; None means all weights.

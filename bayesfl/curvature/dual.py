@@ -1,13 +1,14 @@
-"""The inverse of H = J' Lambda J + diag(precision), by the smaller of two Cholesky factors.
+"""The inverse of $H = J' Lambda J + diag(precision)$, by the smaller of two Cholesky factors.
 
-With G = diag(1 / precision) and A the rows R' J (R R' = Lambda) of all data, stacked:
+With $G = diag(1 / precision)$ and A the rows $R' J$ ($R R' = Lambda$) of all data, stacked:
 
-    primal   M = I + G^(1/2) A' A G^(1/2),  order: the weights;     H^-1 = G^(1/2) M^-1 G^(1/2)
-    dual     M = I + A G A',                order: N (O - 1) rows;  H^-1 = G - G A' M^-1 A G
+    primal: $M = I + G^(1/2) A' A G^(1/2)$, order: the weights; $H^-1 = G^(1/2) M^-1 G^(1/2)$,
+
+    dual: $M = I + A G A'$, order: $N (O - 1)$ rows; $H^-1 = G - G A' M^-1 A G$
 
 (the latter by Woodbury's identity),
 
-and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A)
+and $log |H| = log |M| + sum log precision$ in both. A weight without curvature (a zero column of A)
 does not change M and keeps its prior variance; an example whose rows are zero does not change M
 either. Both are left out first.
 """
@@ -40,8 +41,8 @@ class Inverse:
     """Hold the posterior covariance of P selected weights, all others fixed, as a Cholesky factor;
     made by `invert`.
 
-    It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the
-    selected weights.
+    It is $H_S^-1$, where H is the GGN plus $diag(precision)$ and the subscript S restricts it to
+    the selected weights.
 
     Args:
         curvature: The curvature from which it was computed.
@@ -141,8 +142,8 @@ class Inverse:
     def sample(self, noise: Tensor) -> Tensor:
         """Make S draws from N(0, H_S^-1), [S, P], by standard normals [S, `noise_size`].
 
-        In the dual form a draw e of the prior is corrected by the data's residuals, e - G A' M^-1
-        (A e + n) (Matheron's rule).
+        In the dual form a draw e of the prior is corrected by the data's residuals,
+        $e - G A' M^-1 (A e + n)$ (Matheron's rule).
         """
         noise = noise.to(self.variance)
         draw = noise[:, : self.size] * self.variance.sqrt()
@@ -253,9 +254,9 @@ def invert(
     """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of
     curvature plus prior precision.
 
-    It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts
-    to the selected weights. It is stored as a Cholesky factor, by default of order min(curved
-    weights, rows).
+    It is the inverse of $H_S = J_S' Lambda J_S + diag(precision_S)$, where the subscript S
+    restricts to the selected weights. It is stored as a Cholesky factor, by default of order
+    min(curved weights, rows).
 
     Args:
         curvature: Curvature of the model.

@@ -364,8 +364,8 @@ class Outer(Factor):
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
         """Write the diagonal of J' M J, see `Factor`.
 
-        For each unit it is sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq,
-        mp] g[m, p, h].
+        For each unit it is $sum_nm x[n, i] x[m, i] c_h[n, m]$, where
+        $c_h = sum_qp g[n, q, h] M[nq, mp] g[m, p, h]$.
         """
         count = self.examples
         by_column = matrix.view(self.rows, count, self.cotangents).transpose(0, 1)  # [M, N Q, P]

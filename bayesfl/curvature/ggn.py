@@ -1,10 +1,10 @@
 """The generalised Gauss-Newton matrix of a network, in parts: its diagonal, a subnetwork's block,
 its Gram (dual) form.
 
-For data x_1, ..., x_N, outputs f [O], J_n = df(x_n)/dw [O, D] and Lambda_n the Hessian of the
-negative log likelihood in f,
+For data $x_1$, ..., $x_N$, outputs f [O], $J_n = df(x_n)/dw$ [O, D] and $Lambda_n$ the Hessian of
+the negative log likelihood in f,
 
-    GGN = sum_n J_n' Lambda_n J_n,    H = GGN + diag(precision),
+    $GGN = sum_n J_n' Lambda_n J_n$, $H = GGN + diag(precision)$,
 
 a sum over the data, in nats. No array of shape [N, O, D] is formed. Source: Schraudolph, "Fast
 curvature matrix-vector products for second-order gradient descent", Neural Computation 14(7), 2002;

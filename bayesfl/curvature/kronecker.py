@@ -1,18 +1,20 @@
 """The inverse of a Kronecker-factored GGN plus the prior's precision (KFAC).
 
-For a linear layer with inputs x_n [I] and cotangents g_nq [H] pulled back to its outputs through
-the root of the likelihood's curvature,
+For a linear layer with inputs $x_n$ [I] and cotangents $g_nq$ [H] pulled back to its outputs
+through the root of the likelihood's curvature,
 
-    GGN of the weights [H I, H I]  =  sum_nq (g_nq g_nq') (x) (x_n x_n')  ~  B (x) A,
-    B = sum_nq g_nq g_nq',  A = mean_n x_n x_n',
+    GGN of the weights [H I, H I]: $sum_nq (g_nq g_nq') (x) (x_n x_n') ~ B (x) A$,
+
+    $B = sum_nq g_nq g_nq'$, $A = mean_n x_n x_n'$,
 
 exact for one example; terms between layers, and between weights and biases, are left out. The bias
 is a further input that is always 1. For a layer used at T places (a convolution) B is summed and A
-averaged over the places. With eigenvectors B = U b U', A = V a V' the layer's precision is diagonal
-in the basis U (x) V if the prior's precision is one number, with entries b_h a_i + precision.
+averaged over the places. With eigenvectors $B = U b U'$, $A = V a V'$ the layer's precision is
+diagonal in the basis $U (x) V$ if the prior's precision is one number, with entries
+$b_h a_i + precision$.
 
-For the network's last layer alone B = sum_n Lambda_n, the likelihood's curvature, is a closed form,
-and J H^-1 J' = U diag(s) U', s_h = sum_i (V'x)_i^2 / (b_h a_i + precision), has the same
+For the network's last layer alone $B = sum_n Lambda_n$, the likelihood's curvature, is a closed
+form, and $J H^-1 J' = U diag(s) U'$, $s_h = sum_i (V'x)_i^2 / (b_h a_i + precision)$, has the same
 eigenvectors for all inputs (`Spectral`). The factors of other layers come from curvlinops.
 
 The weight and the bias of a norm are short vectors, and keep the GGN's own blocks [H, H], sums over
@@ -84,7 +86,7 @@ class Kronecker:
     Args:
         curvature: Curvature of the model at its weights.
         bases: One basis for each layer.
-        eigenvalues: Eigenvalues of the GGN in these bases, b_h a_i at the slot of weight (h, i),
+        eigenvalues: Eigenvalues of the GGN in these bases, $b_h a_i$ at the slot of weight (h, i),
             [D].
         precision: Prior precision, one number within each weight and each bias, [D].
         uncurved: Number of weights without curvature, judged by the diagonal of the GGN itself.

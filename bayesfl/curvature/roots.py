@@ -1,5 +1,5 @@
-"""The curvature Lambda of a likelihood in the network's outputs: exact factors R with Lambda =
-R R', its diagonal, and its sum over examples.
+"""The curvature Lambda of a likelihood in the network's outputs: exact factors R with
+$Lambda = R R'$, its diagonal, and its sum over examples.
 """
 
 from functools import cache
@@ -36,15 +36,15 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     """Compute a factor R of the curvature of the loss in the network's outputs: R R' is the Hessian
     of the negative log likelihood.
 
-    R is [N, O, Q] in float64, with R R' = Lambda [N, O, O] at `outputs` [N, O], in nats.
+    R is [N, O, Q] in float64, with $R R' = Lambda$ [N, O, O] at `outputs` [N, O], in nats.
 
-    For classes Lambda = diag(p) - p p' has rank O - 1, and R has as many columns: with the tail
-    sums q_j = p_{j+1} + ... + p_O,
+    For classes $Lambda = diag(p) - p p'$ has rank $O - 1$, and R has as many columns: with the tail
+    sums $q_j = p_{j+1} + ... + p_O$,
 
-        R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
+        $R_jj = (p_j q_j / q_{j-1})^(1/2)$, $R_ij = -(p_i / q_j) R_jj$ for $i > j$.
 
     It contains no subtraction, so it stays exact if p is nearly one-hot. For counts with rates
-    exp(f) Lambda is diag(exp(f)).
+    $exp(f)$ Lambda is $diag(exp(f))$.
 
     Raises:
         TypeError: The curvature of `likelihood` is not known here, see `check_known`.
@@ -77,7 +77,7 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 def variances(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     """Compute the diagonal of Lambda [N, O] in float64 at `outputs` [N, O], in nats; see `root`.
 
-    For classes it is p_j times the sum of all other p, again without a subtraction.
+    For classes it is $p_j$ times the sum of all other p, again without a subtraction.
 
     Raises:
         TypeError: The curvature of `likelihood` is not known here, see `check_known`.
@@ -96,7 +96,7 @@ def total(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     """Compute the sum of Lambda over examples, [O, O] in float64, at `outputs` [N, O], in nats; see
     `root`.
 
-    For classes it is sum_n (diag p_n - p_n p_n'): one product of [O, N] and [N, O].
+    For classes it is $sum_n (diag p_n - p_n p_n')$: one product of [O, N] and [N, O].
 
     Raises:
         TypeError: The curvature of `likelihood` is not known here, see `check_known`.

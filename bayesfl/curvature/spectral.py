@@ -1,8 +1,8 @@
-"""Covariances of outputs that have the same eigenvectors for all examples, V_n = U diag(s_n) U'.
+"""Covariances of outputs that have the same eigenvectors for all examples, $V_n = U diag(s_n) U'$.
 
 This holds for a last layer with Kronecker factors: U are the eigenvectors of B for every input. The
-quantities that predictions need from V_n, [O, O] for each example, take O^2 operations, and V_n is
-not formed.
+quantities that predictions need from $V_n$, [O, O] for each example, take $O^2$ operations, and
+$V_n$ is not formed.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Where networks and data are small, the operations of `bayesfl.curvature.dual` take their time to
 start, not to compute. Here each operation is for all networks: the formulas are those of the primal
-form, with a first axis of C networks. Of the Jacobian only the columns J_S [C, N, Q, P] of P
+form, with a first axis of C networks. Of the Jacobian only the columns $J_S$ [C, N, Q, P] of P
 selected weights are formed. Networks with fewer rows are padded by rows of weight 0.
 """
 

@@ -98,7 +98,7 @@ class Categorical:
     With weights w and smoothing s the loss of an example of class y is, as in
     `torch.nn.functional.cross_entropy`,
 
-        (1 - s) w_y nll_y + s / O sum_o w_o nll_o,   nll_o = -log softmax(outputs)_o,
+        $(1 - s) w_y nll_y + s / O sum_o w_o nll_o$, $nll_o = -log softmax(outputs)_o$,
 
     which is no negative log likelihood of a distribution. Measures are not affected: they compare
     probabilities with labels. A mean loss is the sum of these over n, as of torch's

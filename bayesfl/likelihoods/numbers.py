@@ -31,7 +31,7 @@ class Gaussian:
     deviation, or of one that the network gives.
 
     With a learned scale the network has 2 O outputs, first the O means m, then the O numbers r of
-    which the standard deviations are floor + softplus(r). Without a floor the density of examples
+    which the standard deviations are $floor + softplus(r)$. Without a floor the density of examples
     that are met exactly grows without bound, and training diverges.
 
     Args:
@@ -183,9 +183,9 @@ class Quantiles:
     """The loss of an interval for targets [..., O] by two quantiles, which is no negative log
     likelihood of a distribution.
 
-    The network has 2 O outputs, first the O lower ends, then the O numbers r by whose softplus(r)
-    the upper ends lie above them. With the levels a = (1 - level) / 2 and 1 - a of the two ends q
-    the loss is the sum of (y - q) (a - 1[y < q]) over both.
+    The network has 2 O outputs, first the O lower ends, then the O numbers r by whose $softplus(r)$
+    the upper ends lie above them. With the levels $a = (1 - level) / 2$ and $1 - a$ of the two ends
+    q the loss is the sum of $(y - q) (a - 1[y < q])$ over both.
 
     Args:
         level: Probability of the interval, in (0, 1).

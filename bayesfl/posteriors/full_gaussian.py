@@ -20,11 +20,11 @@ class FullGaussian(Family):
     """Represent the Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho))
     and strictly lower triangular `lower`.
 
-    The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on the
-    posterior's width. The factor D^(1/2) compensates for Adam, whose step moves all D coefficients
-    of a weight by the same amount: it changes the weight's width no more than a step of its own
-    `rho`. One posterior takes D^2 numbers, 16 MB for 2,000 weights in float32, and a step takes as
-    many; use it for up to some thousands of weights.
+    The entries of $lower / D^(1/2)$ are regression coefficients, whose size does not depend on the
+    posterior's width. The factor $D^(1/2)$ compensates for Adam, whose step moves all D
+    coefficients of a weight by the same amount: it changes the weight's width no more than a step
+    of its own `rho`. One posterior takes $D^2$ numbers, 16 MB for 2,000 weights in float32, and a
+    step takes as many; use it for up to some thousands of weights.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.

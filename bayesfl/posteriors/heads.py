@@ -1,27 +1,28 @@
-"""Clients' own heads on a common body: last layers w_j ~ N(centre, diag(tau^2)), whose hierarchy is
-fitted by sums over clients.
+"""Clients' own heads on a common body: last layers $w_j ~ N(centre, diag(tau^2))$, whose hierarchy
+is fitted by sums over clients.
 
 The outputs of a network are linear in its last layer, so a client's posterior given centre and tau
-has one mode, found by Newton's steps, and the Gaussian around it has the exact Hessian. Let S_j be
-its covariance, T = diag(tau^2) and pull_j = T^-1 (w_j - centre). Laplace's marginal likelihood of a
-client then has, with respect to the centre, the slope pull_j and the information M_j = T^-1 - T^-1
-S_j T^-1. With a prior N(0, W) of the centre, Newton's steps give a normal posterior of the centre
-given tau, with covariance A^-1 = (sum M_j + W^-1)^-1. With respect to the logarithm of a tensor's
-tau, the marginal likelihood has the slope
+has one mode, found by Newton's steps, and the Gaussian around it has the exact Hessian. Let $S_j$
+be its covariance, $T = diag(tau^2)$ and $pull_j = T^-1 (w_j - centre)$. Laplace's marginal
+likelihood of a client then has, with respect to the centre, the slope $pull_j$ and the information
+$M_j = T^-1 - T^-1 S_j T^-1$. With a prior $N(0, W)$ of the centre, Newton's steps give a normal
+posterior of the centre given tau, with covariance $A^-1 = (sum M_j + W^-1)^-1$. With respect to the
+logarithm of a tensor's tau, the marginal likelihood has the slope
 
-    sum (w_j - centre)^2 / tau^2 - known + shared,
-    known = sum tau^2 M_j,    shared = sum tau^2 M_j A^-1 M_j,
+    $sum (w_j - centre)^2 / tau^2 - known + shared$,
+
+    $known = sum tau^2 M_j$, $shared = sum tau^2 M_j A^-1 M_j$,
 
 with sums over clients and the diagonal entries of the tensor's weights; the last term arises
 because the centre is integrated out. The curvature is that of the same number of normal variables
-with one variance, 2 (known - squares - fit (known - 2 squares)), with the squares of the tensor's
-block of tau M_j tau and fit = sum (w_j - centre)^2 / tau^2 / known. The prior of tau is uniform, so
-that log tau has a mode.
+with one variance, $2 (known - squares - fit (known - 2 squares))$, with the squares of the tensor's
+block of $tau M_j tau$ and $fit = sum (w_j - centre)^2 / tau^2 / known$. The prior of tau is
+uniform, so that $log tau$ has a mode.
 
 A point estimate of tau makes intervals too short if the data contain little information on it.
-Therefore the posterior is a mixture over a grid of log tau around its mode, and each client's
+Therefore the posterior is a mixture over a grid of $log tau$ around its mode, and each client's
 posterior is the Gaussian with the moments of that mixture; given tau, the centre's covariance adds
-S_j T^-1 A^-1 T^-1 S_j. If the data determine tau, the grid has one point.
+$S_j T^-1 A^-1 T^-1 S_j$. If the data determine tau, the grid has one point.
 
 Source: Lindley, Smith, "Bayes estimates for the linear model", JRSS B 34, 1972; Gelman, "Prior
 distributions for variance parameters in hierarchical models", Bayesian Analysis 1, 2006, for the

@@ -4,9 +4,9 @@ the reliability of their weights.
 Parameters are (beta, psi): coefficients, and the parameters psi of the standard deviations tau of
 the effects of n groups, and others. The larger tau, the less is known about the coefficients with
 these effects, because they are estimated from n groups: their variance given psi grows as
-tau^2 / n. A Gaussian around the mode ignores this and proposes no draws where tau and beta are both
-far out, while the weights of its draws still look good. Therefore psi is drawn from a Student t,
-and beta given psi from another one, whose covariance depends on psi.
+$tau^2 / n$. A Gaussian around the mode ignores this and proposes no draws where tau and beta are
+both far out, while the weights of its draws still look good. Therefore psi is drawn from a Student
+t, and beta given psi from another one, whose covariance depends on psi.
 
 Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024,
 for the weights' smoothing and k-hat.

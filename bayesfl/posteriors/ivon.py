@@ -36,15 +36,19 @@ def ivon(
     """Fit the Gaussian of a mean and a precision for each weight that is closest to the posterior
     of a module's weights, at the cost of two gradients a step; the module is not changed.
 
-    With the mean m, the curvature h of the loss's mean over N examples, d = precision / N, and
-    s = (N (h + d))^(-1/2), a step computes the gradient g' at m + s e and m - s e, e standard
+    With the mean m, the curvature h of the loss's mean over N examples, $d = precision / N$, and
+    $s = (N (h + d))^(-1/2)$, a step computes the gradient g' at $m + s e$ and $m - s e$, e standard
     normal, and
 
-        h' = g' (w - m) / s^2,          g <- b1 g + (1 - b1) g',
-        h <- b2 h + (1 - b2) h' + (1 - b2)^2 (h - h')^2 / (2 (h + d)),
-        m <- m - rate (g / (1 - b1^t) + d (m - centre)) / (h + d),
+        $h' = g' (w - m) / s^2$,
 
-    with g' and h' the means over the two. The last term of h keeps h + d above 0.
+        $g <- b1 g + (1 - b1) g'$,
+
+        $h <- b2 h + (1 - b2) h' + (1 - b2)^2 (h - h')^2 / (2 (h + d))$,
+
+        $m <- m - rate (g / (1 - b1^t) + d (m - centre)) / (h + d)$,
+
+    with g' and h' the means over the two. The last term of h keeps $h + d$ above 0.
 
     Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan, Moellenhoff,
     "Variational learning is effective for large deep networks", ICML 2024, algorithm 1, where a

@@ -1,13 +1,14 @@
 """Laplace's approximation: a Gaussian around trained weights, its precision the curvature of the
 data plus that of the prior.
 
-    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),
+    $q(w_S) = N(loc_S, H_S^-1)$, $H = GGN(x) + diag(precision)$,
+
     the other weights stay at loc (a Dirac),
 
 where the subscript S restricts to P selected weights of D: all of them (`full`), some
 (`subnetwork`), or all with simpler covariances: none (`diagonal`), or a product of two factors for
-each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the
-linearised network f(x) + J(x) (w - loc).
+each layer (`kfac`). $H_S^-1$ is the covariance of $w_S$ *given* the other weights. Predictions use
+the linearised network $f(x) + J(x) (w - loc)$.
 
 The last-layer approximation, `last_layer`, is `full` over only the last layer's parameters. A
 pattern, such as `head.*`, restricts any structure to these parameters.
@@ -76,8 +77,8 @@ class Laplace(Drawn):
         diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
         structure: The covariances between weights that are kept, see `fit`.
         examples: Number N of examples in the fit.
-        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` describe
-            the selected form.
+        inverse: $H_S^-1$, the covariance of the P selected weights; its `form` and `reason`
+            describe the selected form.
         weight: Weight of each example, [N]; None for 1.
 
     Example:
@@ -300,8 +301,9 @@ class Laplace(Drawn):
     ) -> Tensor:
         """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
 
-            log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2
-                - 1/2 (log |H_S| - sum_S log precision).
+            $log p(y | x) = log p(y | x, loc) - (a + b) / 2$,
+
+            $a = sum_S precision (loc - centre)^2$, $b = log |H_S| - sum_S log precision$.
 
         Args:
             x: The inputs of the fit, [N, ...], or batches of (x, y).
@@ -349,7 +351,7 @@ class Laplace(Drawn):
         Args:
             x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
             centre: Whether to remove, for classes, the part of the logits that all classes have in
-                common. It changes no probability, but softmax(kappa f) would depend on it.
+                common. It changes no probability, but $softmax(kappa f)$ would depend on it.
                 Daxberger et al. and laplace-torch keep it.
         """
         centre = centre and isinstance(self.curvature.likelihood, Categorical)

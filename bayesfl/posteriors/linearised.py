@@ -83,12 +83,12 @@ def predictive(
 
     For classes, without noise, `probs` [N, O] is given by one of two links:
 
-    - `contrasts`: proportional to exp(-kappa(s_o^2) (f_w - f_o)), where w is the class of the
-      largest logit and s_o^2 the variance of f_w - f_o. That class stays the most probable one, and
-      for two classes the probabilities are the Bernoulli probit's. With p_0 = softmax(f),
-      `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] the excess of the entropy of
+    - `contrasts`: proportional to $exp(-kappa(s_o^2) (f_w - f_o))$, where w is the class of the
+      largest logit and $s_o^2$ the variance of $f_w - f_o$. That class stays the most probable one,
+      and for two classes the probabilities are the Bernoulli probit's. With $p_0 = softmax(f)$,
+      `aleatoric` [N] is the entropy of $p_0$, and `epistemic` [N] the excess of the entropy of
       `probs` over it, at least 0; both in nats.
-    - `per_class`: softmax(kappa f), each logit shrunk by its own variance, as in the papers on
+    - `per_class`: $softmax(kappa f)$, each logit shrunk by its own variance, as in the papers on
       linearised networks. The most probable class may differ from that without uncertainty.
       `epistemic` is NaN, because this form does not split the uncertainty.
 
@@ -97,8 +97,8 @@ def predictive(
     `aleatoric` [N], the mean entropy of the draws in nats.
 
     For targets, exactly: `mean` and `variance` [N, O], including noise of the data, and `epistemic`
-    [N], the variance of the outputs summed over O. For counts, whose rates exp(f) are log-normal,
-    the mean is exp(f + s^2 / 2), and `epistemic` the variance of the rates, expm1(s^2) mean^2
+    [N], the variance of the outputs summed over O. For counts, whose rates $exp(f)$ are log-normal,
+    the mean is $exp(f + s^2 / 2)$, and `epistemic` the variance of the rates, $expm1(s^2) mean^2$
     summed over O; `variance` is the sum of the mean and this variance.
 
     Raises:

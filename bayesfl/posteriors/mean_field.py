@@ -22,9 +22,9 @@ class MeanField(Family):
     section 3.2.
 
     Its best fit to a Gaussian posterior has, for each weight, the standard deviation given all
-    other weights, (1 - R^2)^(1/2) of the marginal one, with R^2 the share of the weight's variance
-    that the others explain. That is .82 for two slopes of correlation .57, and .44 for two of .9;
-    more steps do not change it. `FullGaussian` has all covariances.
+    other weights, $(1 - R^2)^(1/2)$ of the marginal one, with $R^2$ the share of the weight's
+    variance that the others explain. That is .82 for two slopes of correlation .57, and .44 for two
+    of .9; more steps do not change it. `FullGaussian` has all covariances.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.

@@ -1,10 +1,11 @@
 """Mixtures of M components with latent membership: responsibilities, and mixture weights that
 maximise a bound by EM.
 
-    p(y | x) = sum_m pi_m p_m(y | x),
-    log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
+    $p(y | x) = sum_m pi_m p_m(y | x)$,
 
-with equality if q_m is the posterior probability that component m generated the example. All is
+    $log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m)$,
+
+with equality if $q_m$ is the posterior probability that component m generated the example. All is
 computed in log space: no density underflows.
 
 Source: Dempster, Laird, Rubin, "Maximum likelihood from incomplete data via the EM algorithm", JRSS

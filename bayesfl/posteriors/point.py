@@ -13,10 +13,10 @@ class Point:
     """Represent a posterior with one value of the weights, without uncertainty; trained under a
     prior, it is the maximum a posteriori estimate.
 
-    It is a unit mass q(w) at `loc`.
+    It is a unit mass $q(w)$ at `loc`.
 
-    Its entropy is 0 by convention, so energy minus entropy is -log p(w), which must not be reported
-    as a KL divergence or an ELBO.
+    Its entropy is 0 by convention, so energy minus entropy is $-log p(w)$, which must not be
+    reported as a KL divergence or an ELBO.
 
     Example:
         >>> q = bf.posteriors.Point()

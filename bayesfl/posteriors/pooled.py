@@ -1,7 +1,7 @@
 """Laplace's approximation for the rows of all clients, from sums: each client sends only the
 generalised Gauss-Newton matrix of its own rows at one network, or its factors.
 
-    H = sum_j GGN(rows of client j) + precision I,
+    $H = sum_j GGN_j + precision I$, $GGN_j$ that of the rows of client j,
 
 so that the network has the posterior of a fit to the pooled rows; for Kronecker factors B is
 summed, and A is the mean over all examples. The log likelihood is a sum, too, and so is the
@@ -85,7 +85,7 @@ class PooledCurvature:
     """Survey the curvature of clients' training rows at one network, see `bayesfl.base.surveys`.
 
     Each client sends, eight bytes for each number: the number of its rows and their summed negative
-    log likelihood in nats, and, for D covered weights, the D (D + 1) / 2 different entries of its
+    log likelihood in nats, and, for D covered weights, the $D (D + 1) / 2$ different entries of its
     GGN, its diagonal of D, or those of the two factors of each layer. A last layer of 100 inputs
     and 10 classes with a bias takes 4.1 MB in full, and 41 kB in Kronecker form.
 

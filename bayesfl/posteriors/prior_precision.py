@@ -72,7 +72,7 @@ def by_layer_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor
 
     The condition is
 
-        precision_l |w_l - centre|^2 = sum over r in l of (1 - precision_l * variance_r),
+        $precision_l |w_l - centre|^2 = sum_(r in l) (1 - precision_l variance_r)$,
 
     where the right side is the number of its weights that the data determine; it is solved by
     fixed-point steps. If a layer has no solution, its precision ends at 1e-8 or 1e8.
@@ -117,7 +117,7 @@ def by_noise_evidence(
 
     With S targets and the g weights that the data determine,
 
-        scale^2 = sum of squared errors / (S - g),    precision |w - centre|^2 = g.
+        $scale^2 = E / (S - g)$, $precision |w - centre|^2 = g$, E the sum of squared errors.
 
     Args:
         fitted: The approximation, under any precision and noise.
@@ -186,17 +186,17 @@ def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
     """Return the prior precision d under which Laplace's approximation has the largest log marginal
     likelihood; None if there is none, as for weights at the prior's centre.
 
-    The part of the evidence that depends on d is - d |w|^2 / 2 - 1/2 sum_i log(1 + l_i / d). Its
+    The part of the evidence that depends on d is $- d |w|^2 / 2 - 1/2 sum_i log(1 + l_i / d)$. Its
     derivative is 0 where
 
-        d |w|^2 = sum_i l_i / (l_i + d),
+        $d |w|^2 = sum_i l_i / (l_i + d)$,
 
     the number of weights that the data determine. The left side increases in d and the right side
     decreases, so there is one maximum, which is found by bisection up to rounding.
 
     Args:
-        eigenvalues: Eigenvalues l >= 0 of the curvature, a sum over the data in nats, [D].
-        square: Squared distance |w|^2 of the weights from the prior's centre, [].
+        eigenvalues: Eigenvalues $l >= 0$ of the curvature, a sum over the data in nats, [D].
+        square: Squared distance $|w|^2$ of the weights from the prior's centre, [].
 
     References:
         MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
@@ -289,14 +289,14 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
     """Return the index of the largest candidate that fits as well as the best, up to one standard
     error of their difference.
 
-    The difference is paired by example: d_i = nll_i(candidate) - nll_i(best), whose sum has the
-    standard error sqrt(n var d). Two candidates may differ by far less than the standard error of
+    The difference is paired by example: $d_i = nll_i(candidate) - nll_i(best)$, whose sum has the
+    standard error $sqrt(n var d)$. Two candidates may differ by far less than the standard error of
     either.
 
     Args:
         total: Negative log likelihood under each candidate, [K], ascending candidates, summed over
             examples, in nats; infinite if a candidate fails.
-        products: Sum over examples of nll_i(k) nll_i(l), [K, K], in nats squared.
+        products: Sum over examples of $nll_i(k) nll_i(l)$, [K, K], in nats squared.
         examples: Number n of examples.
 
     Raises:

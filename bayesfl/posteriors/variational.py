@@ -1,11 +1,11 @@
 """Variational inference: the member of a Gaussian family that is closest to the posterior of one
 module's weights, by gradient steps on the evidence lower bound.
 
-    ELBO = E_q[log p(y | x, w)] - KL(q || N(centre, 1 / precision)) <= log p(y | x),
+    $ELBO = E_q[log p(y | x, w)] - KL(q || N(centre, 1 / precision)) <= log p(y | x)$,
 
 in nats, sums over the data. Expectations are taken over reparametrised draws in antithetic pairs,
-loc + e and loc - e. Gradients pass only through the draws, not through the density of q, whose own
-gradient has mean 0: if q is the posterior itself, every estimate is exact.
+$loc + e$ and $loc - e$. Gradients pass only through the draws, not through the density of q, whose
+own gradient has mean 0: if q is the posterior itself, every estimate is exact.
 
 Source: Blundell, Cornebise, Kavukcuoglu, Wierstra, "Weight uncertainty in neural networks", ICML
 2015; Kucukelbir, Tran, Ranganath, Gelman, Blei, "Automatic differentiation variational inference",

@@ -279,7 +279,7 @@ def describe(
     the smallest value with this share of the rows at or below it. An exact one would be the value
     of a person, so 12 questions halve its range, to a thousandth of the group's standard deviation.
     The standardised difference is the difference of means divided by the root of the mean of two
-    groups' variances, p (1 - p) for a truth value (Austin, "Using the standardized difference to
+    groups' variances, $p (1 - p)$ for a truth value (Austin, "Using the standardized difference to
     compare the prevalence of a binary variable between two groups", Communications in Statistics
     38, 2009). Counts of few people are not suppressed.
 

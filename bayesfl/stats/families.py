@@ -178,7 +178,7 @@ class NegativeBinomial(Poisson):
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return the negative log likelihood; with r = 1 / alpha it is as follows.
 
-        log y! + log Gamma(r) - log Gamma(y + r) - r log r - y eta + (y + r) log(mu + r),
+        $log y! + log Gamma(r) - log Gamma(y + r) - r log r - y eta + (y + r) log(mu + r)$,
 
         The code writes it relative to its minimum by eta, at log y, with Gamma by Stirling's
         formula and its `_remainder`. So no large terms cancel, and its limit at an alpha of 0 is

@@ -464,7 +464,7 @@ class Fit(Compared):
 
         The baseline follows from the sums of the fit, without a further question. It is Efron's
         estimate, and Breslow's if no times tie. The columns are `hazard`, cumulative, with its
-        error, and `survival` with its interval, which is normal for log(-log survival).
+        error, and `survival` with its interval, which is normal for $log(-log survival)$.
 
         Args:
             frame: Rows to predict for, with the columns of the design, of strata and of the offset,
@@ -525,7 +525,7 @@ def summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
 def inverse(state: Tensors, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
-    If columns separate the outcome, the sum falls as e^-t along a direction: steps keep their
+    If columns separate the outcome, the sum falls as $e^-t$ along a direction: steps keep their
     length while the information vanishes. The information at the first question measures that
     length, so it does not depend on units of weights or columns.
 

@@ -5,7 +5,7 @@ Newton's steps need no more. A site's own intercept is found and eliminated at t
 Hessian by (shared parameters, own intercept), a site answers the slope at its best intercept and
 the Schur complement
 
-    H_bb - H_ba H_ab / H_aa.
+    $H_bb - H_ba H_ab / H_aa$.
 
 Their sums are slope and Hessian of the profile likelihood. No own intercept leaves its site.
 """
@@ -358,13 +358,13 @@ class SiteMeat(Meat):
     """Ask for the outer products of sites' scores, adjusted for few sites by CR2, and for the terms
     of the degrees of freedom.
 
-    Let L L' be the inverse of the information, M_j site j's share of the information,
-    N_j = L' M_j L, and s_j its score. The adjusted score is t_j = (I - N_j)^(-1/2) L' s_j, and the
-    covariance L (sum of t_j t_j') L'. If the model is true, the variance of a contrast c is a
-    quadratic form of residuals; with v = L' c and h_j = N_j (I - N_j)^(-1/2) v it has the trace
-    and the trace of its square
+    Let $L L'$ be the inverse of the information, $M_j$ site j's share of the information,
+    $N_j = L' M_j L$, and $s_j$ its score. The adjusted score is $t_j = (I - N_j)^(-1/2) L' s_j$,
+    and the covariance $L (sum_j t_j t_j') L'$. If the model is true, the variance of a contrast c
+    is a quadratic form of residuals; with $v = L' c$ and $h_j = N_j (I - N_j)^(-1/2) v$ it has the
+    trace and the trace of its square
 
-        sum of v' N_j v,    sum of (v' N_j v)^2 - (h_j' h_j)^2, plus |sum of h_j h_j'|^2.
+        $sum_j v' N_j v$, $sum_j ((v' N_j v)^2 - (h_j' h_j)^2) + |sum_j h_j h_j'|^2$.
 
     Source: Bell and McCaffrey, "Bias reduction in standard errors for linear regression with
         multi-stage samples", Survey Methodology 28, 2002; with weights, Pustejovsky and Tipton,

@@ -1,11 +1,11 @@
 """Hierarchies: a site integrates out the effects of its groups.
 
-A group's linear predictor is X beta + Z L u, with effects u ~ N(0, I) and a root L of their
+A group's linear predictor is $X beta + Z L u$, with effects $u ~ N(0, I)$ and a root L of their
 covariance. The first effects may be common to all groups, like a hospital's to its wards; the
 others are each group's own. The marginal likelihood is an integral over all u. Laplace's
 approximation around the minimum of
 
-    f(u) = sum of losses + |u|^2 / 2,      log m = -f(u^) - log |Hessian of f| / 2,
+    $f(u) = loss(u) + |u|^2 / 2$, $log m = -f(uhat) - log |H(uhat)| / 2$, H the Hessian of f,
 
 is exact for normal outcomes. For other outcomes and one effect it is Gauss-Hermite quadrature
 around the same minimum. Groups' own effects depend on each other only through the common ones, so

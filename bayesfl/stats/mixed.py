@@ -1,7 +1,7 @@
 """Mixed models over sites. Each site integrates its own effects out, and one question integrates
 the federation's parameters.
 
-A site's coefficients are beta + L u with u ~ N(0, I). The covariance L L' is unstructured or
+A site's coefficients are $beta + L u$ with $u ~ N(0, I)$. The covariance $L L'$ is unstructured or
 diagonal. Groups within a site, such as wards, may have further effects, see
 `bayesfl.stats.hierarchy`. L is made of the standard deviations tau and the Cholesky factor of the
 correlations, whose canonical partial correlations are tanh of real numbers. Newton's steps on the
@@ -234,7 +234,7 @@ class Hierarchy(SiteSurvey):
         """Return the Cholesky factor of the effects' covariance, [..., r, r], from the logarithms
         of standard deviations [..., r] and the atanh of partial correlations below the diagonal.
 
-        Row i of that of the correlations has tanh(z_ij) prod_{k < j} sech(z_ik) at j < i, and the
+        Row i of that of the correlations has $tanh(z_ij) prod_{k < j} sech(z_ik)$ at j < i, and the
         product over all k < i at i.
         """
         left = pad(below.cosh().reciprocal().cumprod(-1), (1, 0), value=1.0)
@@ -338,9 +338,9 @@ class Maximum(Climb):
     singular, the likelihood is level in them, so Newton's steps find it. (A triangular root of a
     singular covariance is not unique.)
 
-    The restricted log likelihood is log m - log |A| / 2 + p log(2 pi) / 2 with the information A on
-    the coefficients. Its derivatives need those of A, and tr(C A'') with the inverse C of A at the
-    previous question, which converges to that of A.
+    The restricted log likelihood is $log m - log |A| / 2 + p log(2 pi) / 2$ with the information A
+    on the coefficients. Its derivatives need those of A, and $tr(C A'')$ with the inverse C of A at
+    the previous question, which converges to that of A.
     """
 
     def root(self, log_sd: Tensor, below: Tensor) -> Tensor:
@@ -401,9 +401,9 @@ class Maximum(Climb):
 class Mode(Climb):
     """Find the mode under the prior, with the coefficients integrated over.
 
-    Given the others, coefficients have about the covariance W = E + M, where M is the covariance of
-    the mean of all effects and E the rest. Their integral adds log |W| / 2. Without it, standard
-    deviations at the mode are too small for few sites.
+    Given the others, coefficients have about the covariance $W = E + M$, where M is the covariance
+    of the mean of all effects and E the rest. Their integral adds $log |W| / 2$. Without it,
+    standard deviations at the mode are too small for few sites.
 
     Args:
         prior: Standard deviation of the half-normal prior of the effects' standard deviations.

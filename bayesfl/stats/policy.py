@@ -66,9 +66,9 @@ class Policy:
 
     Args:
         min_rows: No row has more than 1 / min_rows of an answer's weight: its own weight times the
-            model's, such as mu (1 - mu) or exp(eta). So a site has at least `min_rows` rows. Two
-            analyses, and two columns with two values, are equal or differ in at least `min_rows`
-            rows.
+            model's, such as $mu (1 - mu)$ or $exp(eta)$. So a site has at least `min_rows` rows.
+            Two analyses, and two columns with two values, are equal or differ in at least
+            `min_rows` rows.
         min_level: Minimum number of people, unless there are none, of a level, of either value of a
             column with two values, such as the outcome or weights, of products of these, of a
             group, of a bin of times, and of the rows that hold nine tenths of a column's, an

@@ -40,5 +40,20 @@ def test_code_can_be_read():
 def test_a_formula_is_read_as_mathematics():
     latex = runpy.run_path(str(DOCS / "mathematics.py"))["latex"]
     assert latex("w_j | w ~ N(w, rho_j^2 I)") == r"w_{j} \mid w \sim  N(w, \rho_{j}^{2} I)"
-    assert latex("sum_j tr(H_max^-1) <= 2 * x") == r"\sum_{j} \text{tr}(H_{\max}^{-1}) \le  2 \,  x"
-    assert latex("KL(q || p_old)") == r"\text{KL}(q \| p_{\text{old}})"
+    assert (
+        latex("sum_j tr(H_max^-1) <= 2 * x")
+        == r"\sum_{j} \operatorname{tr}(H_{\max}^{-1}) \le  2 \,  x"
+    )
+    assert latex("KL(q || p_old)") == r"\operatorname{KL}(q \| p_{\text{old}})"
+    assert (
+        latex("w_ij <- x^(1/2) - sqrt(a (b + c))")
+        == r"w_{ij} \leftarrow  x^{1/2} - \sqrt{a (b + c)}"
+    )
+    assert latex("lam grad F(vbar_j)") == r"\lambda \nabla F(\bar{v}_{j})"
+    assert latex("b1^t prior_precision != L^-T") == r"b_{1}^{t} \text{prior\_precision} \ne  L^{-T}"
+    assert latex("B (x) A, j in C") == r"B \otimes A, j \in C"
+    assert (
+        latex("e^(cos(z, z_own)) eps1")
+        == r"e^{\operatorname{cos}(z, z_{\text{own}})} \operatorname{eps1}"
+    )
+    assert latex("server_lr >= f -> zhat") == r"\text{server\_lr} \ge  f \to  \hat{z}"

@@ -34,8 +34,8 @@ class Abstention:
     Statistics 19, 2025, fixed-sequence testing). This holds for all clients' rows together; a
     client's own share may be higher, see the column `answered_accuracy` of `Predictions.table`.
 
-    Fit a `Temperature` before: with calibrated probabilities the first test should pass. The
-    test needs at least log(delta) / log(1 - risk) rows, 59 for 5 % and 5 %.
+    Fit a `Temperature` before: with calibrated probabilities the first test should pass. The test
+    needs at least $log(delta) / log(1 - risk)$ rows, 59 for 5 % and 5 %.
 
     Args:
         risk: Maximum share of wrong answers, in (0, 1).

@@ -38,16 +38,16 @@ MOST, _CLOSE = 20, 0.02
 class Bias:
     """Add a vector b_j [O] to each client's logits, for clients whose class frequencies differ.
 
-    b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2v over the client's examples, z_i the
-    logits after the preceding steps. The prior variance v maximises Laplace's approximation of the
-    clients' marginal likelihood: v = sum_j |b_j|^2 / sum_j tr(H_j (H_j + I / v)^-1), H_j the
-    curvature at b_j (MacKay, "Bayesian interpolation", Neural Computation 4, 1992). About five
-    questions find it; each needs two numbers from every client. If clients are alike, v and every b
-    are near 0.
+    $b_j$ maximises $sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2v$ over the client's examples,
+    $z_i$ the logits after the preceding steps. The prior variance v maximises Laplace's
+    approximation of the clients' marginal likelihood:
+    $v = sum_j |b_j|^2 / sum_j tr(H_j (H_j + I / v)^-1)$, $H_j$ the curvature at $b_j$ (MacKay,
+    "Bayesian interpolation", Neural Computation 4, 1992). About five questions find it; each needs
+    two numbers from every client. If clients are alike, v and every b are near 0.
 
-    A client keeps b_j = 0, with a warning, if a bias does not generalise to its own rows: fitted to
-    every second row, b increases the mean loss of the others by more than two standard errors, and
-    by more than 0.001 nats. A client without examples also has 0.
+    A client keeps $b_j = 0$, with a warning, if a bias does not generalise to its own rows: fitted
+    to every second row, b increases the mean loss of the others by more than two standard errors,
+    and by more than 0.001 nats. A client without examples also has 0.
 
     Args:
         split: The split for the fit.

@@ -53,15 +53,16 @@ class Conformal:
     """Make a prediction set, or for regression an interval, that contains the truth with
     probability `level`.
 
-    A set contains all values whose score is at most the client's threshold t_j. With its own n_j
-    scores s_ij, the share F(s) of all clients' N scores up to s, and n0 = `shrink`,
+    A set contains all values whose score is at most the client's threshold $t_j$. With the shares
+    $F_j(s)$ of its own $n_j$ scores and $F(s)$ of all clients' N scores up to s, and n0 = `shrink`,
+    $t_j$ is the smallest s with
 
-        t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1 + n0 / N) },
+        $n_j F_j(s) + n0 F(s) >= level (n_j + n0 + 1 + n0 / N)$,
 
     which is everything if no s suffices. All clients' scores together have weight n0, each of the
-    client's own weight 1 in addition, and the new example's score weight 1 + n0 / N. No score has a
-    larger weight than the new one, so that, if all clients have the same distribution, coverage is
-    at least `level` for any number of scores: Barber, Candès, Ramdas and Tibshirani, "Conformal
+    client's own weight 1 in addition, and the new example's score weight $1 + n0 / N$. No score has
+    a larger weight than the new one, so that, if all clients have the same distribution, coverage
+    is at least `level` for any number of scores: Barber, Candès, Ramdas and Tibshirani, "Conformal
     prediction beyond exchangeability", Annals of Statistics 51, 2023, theorem 2, which also bounds
     the loss of coverage otherwise. `shrink=0` uses only the client's own scores, and guarantees
     `level` for each client; a client with fewer than level / (1 - level) scores gets everything.

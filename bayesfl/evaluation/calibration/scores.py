@@ -16,9 +16,9 @@ Score: TypeAlias = Literal["lac", "aps"]
 def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the score of every class, [..., O] in float64, of probabilities [..., O].
 
-    `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on
-    average. `aps` is the total probability of all classes more probable than c, plus u times that
-    of c (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the
+    `lac` is $1 - p_c$ (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets
+    on average. `aps` is the total probability of all classes more probable than c, plus u times
+    that of c (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the
     difficulty of an example; they are larger than those of `lac`.
 
     Args:
@@ -40,9 +40,9 @@ def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
     """Return the largest score of each example's targets [R, O] under predicted numbers, [R] in
     float64.
 
-    The score is |y - m| / s for a mean m and a standard deviation s (Lei, G'Sell, Rinaldo,
-    Tibshirani and Wasserman, JASA 113, 2018); and for intervals max(lower - y, y - upper), which is
-    negative inside (Romano, Patterson and Candès, NeurIPS 2019).
+    The score is $|y - m| / s$ for a mean m and a standard deviation s (Lei, G'Sell, Rinaldo,
+    Tibshirani and Wasserman, JASA 113, 2018); and for intervals $max(lower - y, y - upper)$, which
+    is negative inside (Romano, Patterson and Candès, NeurIPS 2019).
     """
     y = targets.double().reshape(len(predictions.mask), -1)
     if predictions.variance is None:

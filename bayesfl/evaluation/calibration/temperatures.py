@@ -44,15 +44,15 @@ class Temperature:
     """Divide logits by a temperature T that minimises the negative log likelihood of held-out
     labels; the order of classes does not change.
 
-    The pooled temperature T_0 = 1 / beta is found by Newton's method on sums over all examples of
+    The pooled temperature $T_0 = 1 / beta$ is found by Newton's method on sums over all examples of
     the slope g and the curvature h of the negative log likelihood in beta, which is convex, within
     a bracket. A client's own minimises
 
-        sum_i nll_i(T) + 1/2 strength I (log T - log T_0)^2,
+        $sum_i nll_i(T) + 1/2 strength I (log T - log T_0)^2$,
 
-    a Gaussian prior on log T with the precision of `strength` average examples, whose information
-    about log T at T_0 is I (Kass and Wasserman, JASA 90, 1995). A client with n average examples
-    therefore moves n / (n + strength) of the way to its own optimum.
+    a Gaussian prior on $log T$ with the precision of `strength` average examples, whose information
+    about $log T$ at $T_0$ is I (Kass and Wasserman, JASA 90, 1995). A client with n average
+    examples therefore moves $n / (n + strength)$ of the way to its own optimum.
 
     Args:
         split: The split for the fit.
@@ -279,7 +279,7 @@ class Tempered:
         """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within
         the grid.
 
-        The likelihood alone has one optimum (it is convex in 1 / T), but with the quadratic term
+        The likelihood alone has one optimum (it is convex in $1 / T$), but with the quadratic term
         there may be several. Therefore a grid is evaluated first, and Newton's steps, or
         bisections, refine its best value. If the nll does not depend on T, the result is `centre`.
         """

@@ -2,15 +2,16 @@
 SGHMC with momentum.
 
 Both descend along the gradient g of the negative log joint density's mean over N examples, at a
-rate comparable with SGD's, and add the noise that makes p(w | x, y)^(1 / T) stationary:
+rate comparable with SGD's, and add the noise that makes $p(w | x, y)^(1 / T)$ stationary:
 
-    SGLD     w <- w - rate g + (2 rate T / N)^(1/2) e
-    SGHMC    v <- momentum v - rate g + (2 (1 - momentum) rate T / N)^(1/2) e,    w <- w + v
+    SGLD: $w <- w - rate g + (2 rate T / N)^(1/2) e$,
+
+    SGHMC: $v <- momentum v - rate g + (2 (1 - momentum) rate T / N)^(1/2) e$, $w <- w + v$,
 
 with e standard normal and T the temperature. On a Gaussian posterior of precision A the draws are
 Gaussian, with its mean and the covariance
 
-    T A^-1 (I - rate A / (2 (1 + momentum) N))^-1,
+    $T A^-1 (I - rate A / (2 (1 + momentum) N))^-1$,
 
 which is too wide by the last factor, and wider with batches, because their noise is not corrected.
 """
@@ -61,8 +62,8 @@ def sgld(
         y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
-        temperature: T; the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior itself,
-            a smaller T for a colder, narrower one.
+        temperature: T; the draws' distribution is $p(w | x, y)^(1 / T)$: 1 for the posterior
+            itself, a smaller T for a colder, narrower one.
         rate: Step size along the gradient of the mean over examples, as SGD's, > 0.
         centre: Mean of the prior: one number or one for each weight, [D].
         likelihood: Distribution of y given the outputs; categorical by default.
@@ -135,8 +136,8 @@ def sghmc(
         y: Labels or targets [N, ...]; None if they are in the batches.
         precision: Precision of the Gaussian prior, 1 / variance, > 0, for a likelihood that is a
             sum over the data: one number, or one for each weight, [D].
-        temperature: T; the draws' distribution is p(w | x, y)^(1 / T): 1 for the posterior itself,
-            a smaller T for a colder, narrower one.
+        temperature: T; the draws' distribution is $p(w | x, y)^(1 / T)$: 1 for the posterior
+            itself, a smaller T for a colder, narrower one.
         rate: Step size along the gradient of the mean over examples, as SGD's, > 0.
         momentum: Share of the velocity that a step keeps, in [0, 1); with 0 it is `sgld`.
         centre: Mean of the prior: one number or one for each weight, [D].

@@ -35,10 +35,10 @@ def swag(
     """Draw from the Gaussian with the mean of SGD's iterates, whose covariance is half their
     variances plus half the covariance of the last ones.
 
-    With the mean m and the variances v of all iterates w_i, and a matrix D whose columns are the
-    last `rank` deviations w_i - m_i from the mean m_i so far, a draw is
+    With the mean m and the variances v of all iterates $w_i$, and a matrix D whose columns are the
+    last `rank` deviations $w_i - m_i$ from the mean $m_i$ so far, a draw is
 
-        m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2),      e, f standard normal.
+        $m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2)$, e, f standard normal.
 
     Its width is that of SGD's path at this rate and batch size, which may differ from the
     posterior's; without batches it is close to zero.

@@ -1,17 +1,17 @@
 """Integrals over a site's own parameters, of any log density.
 
-A site's log density f(phi, z) depends on the shared parameters phi [q] and on its own z [d], both
-unconstrained. The site returns the logarithm of the integral of exp f(phi, z) over z: by Laplace's
-approximation around the mode z^ of f,
+A site's log density $f(phi, z)$ depends on the shared parameters phi [q] and on its own z [d], both
+unconstrained. The site returns the logarithm of the integral of $exp f(phi, z)$ over z: by
+Laplace's approximation around the mode $zhat$ of f,
 
-    log m(phi) = f(phi, z^) - log |H| / 2 + d log(2 pi) / 2,      H = -Hessian of f by z at z^,
+    $log m(phi) = f(phi, zhat) - log |H| / 2 + d log(2 pi) / 2$, H the Hessian of -f by z at $zhat$,
 
 or, unless this is exact, as for normal rows, by nodes around the same mode: at each node of the
 parameters that parts have in common, by nodes of each part. A part is a patient of a hospital, for
 example: given the common parameters, no patient depends on another. H is then an arrow matrix, and
 its blocks need one direction for each parameter of a part, for any number of parts.
 
-Nodes of one parameter are the trapezoid rule's after z = c sinh(u), which also covers long tails;
+Nodes of one parameter are the trapezoid rule's after $z = c sinh(u)$, which also covers long tails;
 those of a few are Gauss and Hermite's; those of more are draws of a Student t, weighted by
 importance sampling.
 

@@ -3,7 +3,7 @@
 Each site integrates its own parameters out (`bayesfl.stats.density.integral`), so the federation
 sees only the shared ones, phi, as unconstrained numbers. Its steps:
 
-1. Newton's steps from several starts find the maxima of log p(phi | rows).
+1. Newton's steps from several starts find the maxima of $log p(phi | rows)$.
 2. Along the logarithm of each scale, such as the standard deviation of sites' effects, the mode and
    covariance of the other parameters are found at several nodes. They determine a proposal
    (`bayesfl.stats.density.proposal`).

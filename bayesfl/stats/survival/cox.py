@@ -67,18 +67,18 @@ def cox(
             policy they have at least ten events, and its `min_level` joins some. Events count at
             their bin's end, and rows that are censored before its middle are not at risk there. The
             fit reports the possible error of its estimates: the length of two Newton steps, with
-            bins joined in pairs from the first or the second on, times 1 - 1 / s with s events per
-            bin.
+            bins joined in pairs from the first or the second on, times $1 - 1 / s$ with s events
+            per bin.
         exact_times: Whether sites send the exact times of events; an answer then has
-            (p + 1) (p + 2) numbers for each.
+            $(p + 1) (p + 2)$ numbers for each.
         strata: Column of strata, each with its own baseline, shared by sites or, with `per_site`,
             at each site; over a network `levels`, because values are only known here.
         entry: Column of entry times (left truncation): a row is at risk only after it; None for 0.
             On a grid, a row that enters after the middle of a bin's events counts from the next bin
             on. Under a policy, no row or at least `min_level` enter at a time.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
-            `site`, from the sums of at least three sites, times J / (J - 1), with Student's t of
-            J - 1 degrees of freedom. None takes the model's, and the sandwich under probability
+            `site`, from the sums of at least three sites, times $J / (J - 1)$, with Student's t of
+            $J - 1$ degrees of freedom. None takes the model's, and the sandwich under probability
             weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
             such as 2.5, which keeps them finite. The fit then has an `evidence`, of the partial
@@ -257,11 +257,11 @@ def predicted(
     stratum are at risk, with errors and intervals, as a data frame of pandas.
 
     With dH the steps of Efron's estimate of the hazard, or Breslow's if no times tie, the
-    cumulative hazard of a row is e^eta H; with D the sum of (mean of x - x) dH, its variance is
+    cumulative hazard of a row is $e^eta H$; with D the sum of (mean of x - x) dH, its variance is
 
-        e^(2 eta) (sum of w / phi_l^2 + D' V D).
+        $e^(2 eta) (sum w / phi_l^2 + D' V D)$.
 
-    Intervals are normal for log(-log survival).
+    Intervals are normal for $log(-log survival)$.
 
     Args:
         baseline: `at_risk`, `variance` and `followed` of the baseline, as `PartialLikelihood` keeps

@@ -1,9 +1,9 @@
 """The partial likelihood of a proportional hazards model with Efron's ties, by sums for each time.
 
-At a time t with d tied events, R is the sum over the rows at risk of e^eta (1, x, x x'), and E the
-same over the tied rows. Efron's likelihood has, for l = 0, ..., d - 1, the denominators
+At a time t with d tied events, R is the sum over the rows at risk of $e^eta (1, x, x x')$, and E
+the same over the tied rows. Efron's likelihood has, for $l = 0, ..., d - 1$, the denominators
 
-    phi_l = R - l / d E,
+    $phi_l = R - l / d E$,
 
 so loss, slope and Hessian need only R, E, d, and the events' own sums. R and E are sums over sites.
 Each stratum has its own times, and the likelihood is a product over strata: one of S T times is a
@@ -80,7 +80,7 @@ def moments(rows: Rows) -> Tensors:
     """Return the sums of some rows for each time.
 
     Returns:
-        `risk` and `tied` [S T, 1 + p]: sums of e^eta and e^eta x over the rows at risk and over
+        `risk` and `tied` [S T, 1 + p]: sums of $e^eta$ and $e^eta x$ over the rows at risk and over
         those with an event; `n_tied` and `weight` [S T]: number and weight of these; `linear`
         [1 + p]: the sum of (eta, x) over all events.
     """
@@ -172,12 +172,12 @@ def hazards(sums: Tensors) -> Tensors:
 
     Returns:
         `loss`: negative log partial likelihood, in nats; `slope`: its gradient, [p]; `at_risk`: the
-        hazard's step w / phi_l, summed over l, and the same times the mean of x under phi_l,
-        [S T, 1 + p]; `of_tied`: the same with each l times l / d, the part that tied rows do not
-        meet; `variance`: that of the hazard's step, w / phi_l^2 summed over l, [S T]; `mean`: that
-        of x in the denominators, [S T, p]; `weight`: that of events, [S T]; `outer`: the sum of w
-        times the outer products of the means under phi_l, [p, p]. The Hessian is the sum of
-        e^eta x x' weighted by the hazards' steps, minus `outer`.
+        hazard's step $w / phi_l$, summed over l, and the same times the mean of x under $phi_l$,
+        [S T, 1 + p]; `of_tied`: the same with each l times $l / d$, the part that tied rows do not
+        meet; `variance`: that of the hazard's step, $w / phi_l^2$ summed over l, [S T]; `mean`:
+        that of x in the denominators, [S T, p]; `weight`: that of events, [S T]; `outer`: the sum
+        of w times the outer products of the means under $phi_l$, [p, p]. The Hessian is the sum of
+        $e^eta x x'$ weighted by the hazards' steps, minus `outer`.
     """
     tied = sums["n_tied"].round().long()  # [S T]
     # A line for each event: its time, and its number among those tied there.

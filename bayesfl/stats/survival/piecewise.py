@@ -2,7 +2,7 @@
 regression of rows by interval.
 
 A row that is at risk for a time e of an interval, with d = 1 if its event is there, has the log
-likelihood d log h - h e, which is Poisson's of a count d and mean h e, but for d log e.
+likelihood $d log h - h e$, which is Poisson's of a count d and mean $h e$, but for $d log e$.
 
 Source: Holford, "The analysis of rates and of survivorship using log-linear models", Biometrics 36,
 1980.
