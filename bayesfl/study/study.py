@@ -179,7 +179,7 @@ class Study:
         todo = [
             (cell, place)
             for cell, place in zip(self.cells, places, strict=True)
-            if isinstance(place, str) and not finished(_file(inside, place), keep=kept)
+            if isinstance(place, str) and not finished(inside / f"{place}{SUFFIX}", keep=kept)
         ]
         alone = executor is None and joblib.effective_n_jobs(n_jobs) == 1  # type: ignore[arg-type]
         calls = [
@@ -263,11 +263,7 @@ class Study:
     def _table(self, inside: Path, places: list[str | Record]) -> Table:
         rows = []
         for cell, place in zip(self.cells, places, strict=True):
-            record = Record.read(_file(inside, place)) if isinstance(place, str) else place
+            record = Record.read(inside / f"{place}{SUFFIX}") if isinstance(place, str) else place
             saved = partial(cell.result, inside / record.address, record) if record.kept else None
             rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
         return Table(tuple(rows), self.grid, self.rounds, self.notes)
-
-
-def _file(inside: Path, address: str) -> Path:
-    return inside / f"{address}{SUFFIX}"

@@ -79,13 +79,6 @@ class Columns:
     classes: tuple[str, ...] | None = None
     outputs: int | None = None
 
-    def __repr__(self) -> str:
-        numbers = sum(isinstance(part, Number) for part in self.parts)
-        return (
-            f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; {len(self.names)} "
-            "inputs)"
-        )
-
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the inputs that `apply` makes."""

@@ -15,6 +15,7 @@ from bayesfl.base.display.html import facts, picture, size, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
+from bayesfl.data.tensors import dtype_name
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
@@ -22,7 +23,7 @@ from bayesfl.evaluation.metrics.clients import Segments
 from bayesfl.evaluation.predictions import Predictions, padded
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.evaluation.surveys import LocalPredictions
-from bayesfl.federation.settings import OPEN, Settings, dtype_name
+from bayesfl.federation.settings import OPEN, Settings
 
 HEADLINE = (
     "accuracy",

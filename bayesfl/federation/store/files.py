@@ -29,6 +29,7 @@ from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
 from bayesfl.data.schema import Schema
+from bayesfl.data.tensors import dtype_name
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import (
     Abstention,
@@ -39,7 +40,7 @@ from bayesfl.evaluation.calibration import (
     Temperature,
 )
 from bayesfl.evaluation.history import History
-from bayesfl.federation.settings import DTYPES, Settings, dtype_name
+from bayesfl.federation.settings import DTYPES, Settings
 from bayesfl.federation.store.identity import Answer, identity
 
 try:
