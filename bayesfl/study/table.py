@@ -424,11 +424,6 @@ class Table:
         private = "epsilon" in there  # which covers no measure of the clients
         known = [c for c in there if c.startswith("validation_") and not private]
         by = next((c for c in LOSSES if c in known), None) if measure is None else measure
-        if by is not None and not by.startswith("validation_"):
-            raise ValueError(
-                f"options are chosen on validation data, never on test data, got {by!r}; take one "
-                f"of {known[:4]}"
-            )
         if not known:
             raise ValueError(
                 UNCOVERED
@@ -439,8 +434,9 @@ class Table:
             )
         if by not in known or report.better(by) is None:
             raise ValueError(
-                f"{by!r} is no validation measure of these runs with a known best; the "
-                f"nearest are {nearest(str(by), [c for c in known if report.better(c)], 4)}"
+                f"options are chosen on validation data, never on test data, and {by!r} is no "
+                "validation measure of these runs with a known best; the nearest are "
+                f" {nearest(str(by), [c for c in known if report.better(c)], 4)}"
             )
         return by
 
