@@ -200,7 +200,13 @@ class Schema:
         truth = values.dtype.kind == "b"
         if names is not None:
             if values.dtype.kind in "OUT" or (truth and set(names) <= {"False", "True"}):
-                values = _numbered(values, names)
+                number = {name: place for place, name in enumerate(names)}
+                texts = [str(one) for one in values.ravel().tolist()]
+                if other := sorted(set(texts) - number.keys()):
+                    raise ValueError(
+                        f"y has {other[0]!r}, which is none of the classes {list(number)}"
+                    )
+                values = np.array([number[text] for text in texts]).reshape(values.shape)
             elif (
                 values.dtype.kind in REAL
                 and (truth or _numerals(names))
@@ -232,19 +238,6 @@ class Schema:
 def _kind(dtype: str) -> str:
     """Return what tensors of a type hold."""
     return "truth values" if dtype == "bool" else "floats" if "float" in dtype else "whole numbers"
-
-
-def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return names of classes as their numbers.
-
-    Raises:
-        ValueError: One is no class.
-    """
-    number = {name: place for place, name in enumerate(names)}
-    texts = [str(one) for one in values.ravel().tolist()]
-    if other := sorted(set(texts) - number.keys()):
-        raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(number)}")
-    return np.array([number[text] for text in texts]).reshape(values.shape)
 
 
 def _numerals(names: Sequence[str]) -> bool:

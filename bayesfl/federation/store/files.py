@@ -49,7 +49,6 @@ except ImportError:  # systems without such locks
     fcntl = None
 
 STATE = "state.safetensors"
-ROUND = re.compile(r"round-\d{6,}\.safetensors")
 KEPT = 2
 STEPS: dict[str, type] = {
     kind.__name__: kind for kind in (Temperature, Bias, Conformal, Abstention)
@@ -418,7 +417,11 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 def _rounds(path: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
     return sorted(
-        (file for file in path.glob("round-*") if ROUND.fullmatch(file.name)),
+        (
+            file
+            for file in path.glob("round-*")
+            if re.fullmatch(r"round-\d{6,}\.safetensors", file.name)
+        ),
         key=round_of,
         reverse=True,
     )
