@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -199,7 +198,12 @@ class Study:
         ) as bar:
             for _ in bar:
                 pass
-        return self._table(inside, places)
+        rows = []
+        for cell, place in zip(self.cells, places, strict=True):
+            record = Record.read(inside / f"{place}{SUFFIX}") if isinstance(place, str) else place
+            saved = partial(cell.result, inside / record.address, record) if record.kept else None
+            rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
+        return Table(tuple(rows), self.grid, self.rounds, self.notes)
 
     def main(self, folder: str | PathLike[str], *, keep: Literal["result"] | None = None) -> None:
         """Run the study as a script, by the arguments of its command; the script ends in this call.
@@ -259,11 +263,3 @@ class Study:
                 except Exception as error:  # of this combination of options
                     found[number] = failed(error)
         return [found[number] for number in numbers]
-
-    def _table(self, inside: Path, places: list[str | Record]) -> Table:
-        rows = []
-        for cell, place in zip(self.cells, places, strict=True):
-            record = Record.read(inside / f"{place}{SUFFIX}") if isinstance(place, str) else place
-            saved = partial(cell.result, inside / record.address, record) if record.kept else None
-            rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
-        return Table(tuple(rows), self.grid, self.rounds, self.notes)
