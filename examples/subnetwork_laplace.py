@@ -104,10 +104,12 @@ def run(given: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float
     """{method: what was measured, its probabilities on the test data, their labels}."""
     source = load(given.dataset, root=given.data_root)
     rng = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(source.x_train), generator=rng)[: given.examples + given.validation]
-    x, y = source.x_train[order], source.y_train[order].long()
+    order = torch.randperm(len(source.x[: source.train]), generator=rng)[
+        : given.examples + given.validation
+    ]
+    x, y = source.x[: source.train][order], source.y[: source.train][order].long()
     (x, held), (y, labels) = (t.split([given.examples, given.validation]) for t in (x, y))
-    test, truth = source.x_test[:2000], source.y_test[:2000].long()
+    test, truth = source.x[source.train :][:2000], source.y[source.train :][:2000].long()
     pixels = torch.randperm(test[0].numel(), generator=rng)
     far = test.flatten(1)[:, pixels].view_as(test)
     model = train(

@@ -9,6 +9,7 @@ from bayesfl.base.inputs import Inputs, at, count, each, named
 from bayesfl.base.numerics import apart, same
 from bayesfl.base.warning import warn
 from bayesfl.data.split import Change, ClientData, all_finite
+from bayesfl.data.tensors import dtype_name
 
 TRIED_ROWS = 4
 """Number of rows on which a function is tried."""
@@ -106,7 +107,7 @@ def _tried_on(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs
 
 def _form(x: Inputs) -> dict[str, tuple[str, list[int]]]:
     """Return the type and the shape of one example of every tensor, by name."""
-    return {name: (str(t.dtype).removeprefix("torch."), list(t.shape[1:])) for name, t in named(x)}
+    return {name: (dtype_name(t.dtype), list(t.shape[1:])) for name, t in named(x)}
 
 
 def _near(one: Inputs, other: Inputs, rounding: float) -> bool:

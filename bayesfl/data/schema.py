@@ -19,7 +19,7 @@ from bayesfl.data.tables.columns import Columns
 from bayesfl.data.tables.frames import names_of
 from bayesfl.data.tables.table import Table, is_frame
 from bayesfl.data.tables.texts import is_number
-from bayesfl.data.tensors import not_finite
+from bayesfl.data.tensors import dtype_name, not_finite
 
 REAL = "biuf"  # kinds of NumPy's real numbers
 NAMES = ("columns", "class_names")
@@ -72,7 +72,7 @@ class Schema:
     @classmethod
     def of(cls, split: ClientData, **about: Any) -> Self:
         """Return the schema of a split's rows, with the fields that a split does not have."""
-        tensors = {name: (_told(t.dtype), tuple(t.shape[1:])) for name, t in named(split.x)}
+        tensors = {name: (dtype_name(t.dtype), tuple(t.shape[1:])) for name, t in named(split.x)}
         return cls(tensors=tensors, inputs=split.inputs, transform=split.transform, **about)
 
     def described(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Schema:
                 shape; or holds NaN or infinities.
         """
         kept, shape = self.tensors[name]
-        if (kind := _kind(_told(t.dtype))) != _kind(kept):
+        if (kind := _kind(dtype_name(t.dtype))) != _kind(kept):
             raise ValueError(
                 f"{name} holds {kind} ({t.dtype}) and the model was trained on {_kind(kept)} "
                 f"(torch.{kept}); pass the rows as they were before they were converted, or "
@@ -200,7 +200,13 @@ class Schema:
         truth = values.dtype.kind == "b"
         if names is not None:
             if values.dtype.kind in "OUT" or (truth and set(names) <= {"False", "True"}):
-                values = _numbered(values, names)
+                number = {name: place for place, name in enumerate(names)}
+                texts = [str(one) for one in values.ravel().tolist()]
+                if other := sorted(set(texts) - number.keys()):
+                    raise ValueError(
+                        f"y has {other[0]!r}, which is none of the classes {list(number)}"
+                    )
+                values = np.array([number[text] for text in texts]).reshape(values.shape)
             elif (
                 values.dtype.kind in REAL
                 and (truth or _numerals(names))
@@ -229,27 +235,9 @@ class Schema:
         return classes
 
 
-def _told(dtype: torch.dtype) -> str:
-    """Return the name of a type, as `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _kind(dtype: str) -> str:
     """Return what tensors of a type hold."""
     return "truth values" if dtype == "bool" else "floats" if "float" in dtype else "whole numbers"
-
-
-def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return names of classes as their numbers.
-
-    Raises:
-        ValueError: One is no class.
-    """
-    number = {name: place for place, name in enumerate(names)}
-    texts = [str(one) for one in values.ravel().tolist()]
-    if other := sorted(set(texts) - number.keys()):
-        raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(number)}")
-    return np.array([number[text] for text in texts]).reshape(values.shape)
 
 
 def _numerals(names: Sequence[str]) -> bool:

@@ -95,26 +95,6 @@ class Source:
                     f"{row}: {LABEL_REMEDY}"
                 )
 
-    @property
-    def x_train(self) -> Tensor:
-        """Return the training inputs [n, ...]."""
-        return self.x[: self.train]
-
-    @property
-    def y_train(self) -> Tensor:
-        """Return the training labels or targets [n, ...]."""
-        return self.y[: self.train]
-
-    @property
-    def x_test(self) -> Tensor:
-        """Return the test inputs [n, ...]."""
-        return self.x[self.train :]
-
-    @property
-    def y_test(self) -> Tensor:
-        """Return the test labels or targets [n, ...]."""
-        return self.y[self.train :]
-
 
 _KRIZHEVSKY = (
     "A. Krizhevsky, Learning multiple layers of features from tiny images, technical report, "

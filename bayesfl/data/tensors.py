@@ -17,6 +17,11 @@ _digests = WeakTensorKeyDictionary()
 _finite = WeakTensorKeyDictionary()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type, as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def digest_of_array(tensor: Tensor) -> str:
     """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its
     device and its floats' precision.

@@ -15,8 +15,9 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import noted
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
+from bayesfl.data.tensors import dtype_name
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 
 def check_precision(name: str, dtype: torch.dtype) -> None:
@@ -33,11 +34,6 @@ def check_precision(name: str, dtype: torch.dtype) -> None:
             f"{name} must be torch.float32 or torch.float64, got {dtype!r}; training in half "
             "precision fails here: train in float32, and convert the trained model"
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as `float32`, the key in `DTYPES`."""
-    return str(dtype).removeprefix("torch.")
 
 
 OPEN = "plain"

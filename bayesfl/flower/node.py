@@ -313,7 +313,11 @@ class Node:
         has only the measures.
         """
         local, done = self._finetuned(order)
-        steps = self._settled(order)
+        try:
+            steps = self._steps(order, len(self.calibration) if order.calibrated else 0)
+        except ValueError as error:  # the model and its measures are useful without calibration
+            log.error("this client predicts without calibration: %s", error)
+            steps = ()
         self._keep_model(order, local, done, steps)
         reply: dict[str, Any] = {}
         for name in filter(self.examples, PREFIXES):
@@ -331,17 +335,6 @@ class Node:
         if order.calibrated or not self.calibration:  # the last request about this state
             self.states(order.experiment).forget_kept()
         return records.message(reply, share=self.shares)
-
-    def _settled(self, order: Order) -> tuple[Fitted, ...]:
-        """Return the steps of calibration with this client's own parameters; none before they are
-        received, or if they fail here.
-        """
-        try:
-            # The model and its measures are useful without calibration.
-            return self._steps(order, len(self.calibration)) if order.calibrated else ()
-        except ValueError as error:
-            log.error("this client predicts without calibration: %s", error)
-            return ()
 
     def _measures(self, predicted: LocalPredictions) -> dict[str, float]:
         """Return the library's measures of the predictions, and the client's own."""

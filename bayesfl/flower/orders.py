@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.described import digest_of
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.trees import nest
+from bayesfl.data.tensors import dtype_name
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.settings import DTYPES, dtype_name
+from bayesfl.federation.settings import DTYPES
 from bayesfl.federation.store.identity import agreement
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed

@@ -284,7 +284,13 @@ class _OverFlower(Clients[Deployed]):
             names,
         )
         check_tunable(algorithm, roster.having("validation"), "no client has any: give them some")
-        self._check_calibration()
+        for step in self.calibration:
+            step.start(self._outputs())  # raises an error if it does not fit the clients' task
+            if not roster.having(step.split):
+                raise ValueError(
+                    f"{type(step).__name__} reads the split {step.split!r}, but no client has rows "
+                    f"in it: let load_data make them with {step.split}=0.1, or pass split="
+                )
         self.save(state)  # experiment, session and keys must be stored before they are used
         if state.before is not None and not state.round and state.start and algorithm.adapt:
             places = enumerate(state.before.places)
@@ -333,20 +339,6 @@ class _OverFlower(Clients[Deployed]):
         calibrates = bool(self.calibration) and not run.steps
         run = self.calibrate(run) if calibrates else run
         return self.evaluate(run, None) if calibrates or self.evaluated != run.round else run
-
-    def _check_calibration(self) -> None:
-        """Check before training that the steps of calibration fit the clients' task and splits.
-
-        Raises:
-            ValueError: A step does not fit, or no client has rows in its split.
-        """
-        for step in self.calibration:
-            step.start(self._outputs())
-            if not self.network.roster.having(step.split):
-                raise ValueError(
-                    f"{type(step).__name__} reads the split {step.split!r}, but no client has rows "
-                    f"in it: let load_data make them with {step.split}=0.1, or pass split="
-                )
 
     def _outputs(self) -> Outputs:
         """Return the description of the targets that the clients report; each has checked that the

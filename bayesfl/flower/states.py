@@ -21,18 +21,11 @@ from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import remove_leftovers
 from bayesfl.federation.store import files
 
-EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE_NAME = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
 """Text in a node's message if a state of the earlier run (`start=`) is missing; the server
 recognises the case by this text.
 """
-ANEW = (
-    "to let the client start anew, pass on the server "
-    "start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with another "
-    "name in this client's place"
-)
-"""Remedy if a state of the earlier run is lost."""
 
 
 def state_name(round: int, session: str) -> str:
@@ -68,7 +61,7 @@ class States:
         self, folder: str | os.PathLike[str], experiment: str, client: int, name: str = ""
     ) -> None:
         self._name = name
-        if not EXPERIMENT.fullmatch(experiment):
+        if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", experiment):
             raise ValueError(
                 "the experiment's name must be letters, digits, _ and -, at most 64, got "
                 f"{experiment!r}"
@@ -107,7 +100,16 @@ class States:
         file = self.folder / f"state-{state_name(int(round), session)}.safetensors"
         if not file.is_file():
             before = now != self.folder.parent.name
-            what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
+            what, remedy = (
+                (
+                    f" {FORGOTTEN}",
+                    "to let the client start anew, pass on the server start=dataclasses.replace("
+                    "bayesfl.flower.load(folder, algorithm), names=[...]) with another name in "
+                    "this client's place",
+                )
+                if before
+                else ("", "start another experiment")
+            )
             raise CheckpointError(
                 f"{str(self.folder)!r} has no state {name}{what}; restore the folder, or {remedy}"
             )

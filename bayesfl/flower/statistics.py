@@ -317,7 +317,7 @@ class _SiteRoster(Hello):
         self.nodes[place], self.names[place] = node, name
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class RemoteSites:
     """Represent sites on other machines, as `Sites`.
 
@@ -339,9 +339,6 @@ class RemoteSites:
     timeout: float
     formula: str | None = None
     over = "Flower"
-
-    def __repr__(self) -> str:
-        return f"RemoteSites({', '.join(self.names)}; {len(self.columns)} columns)"
 
     @property
     def names(self) -> tuple[str, ...]:

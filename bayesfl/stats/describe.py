@@ -310,7 +310,10 @@ def describe(
     totals = asked.first(lambda count: Totals(count, **grouped, rounded=rounded))
     sites = asked.sites
     groups: Sequence[Any] = by.levels if isinstance(by, Levels) else sites.names
-    weight, rows_of, sums = (_with_all(totals[name]) for name in ("weight", "rows", "total"))
+    weight, rows_of, sums = (
+        torch.cat([totals[name], totals[name].sum(0, keepdim=True)])
+        for name in ("weight", "rows", "total")
+    )
     share = (totals["weight"] / weight[-1])[:, None]
     mean, variance_of = totals["centre"], totals["scale"].square()
     middle = (share * mean).sum(0, keepdim=True)
@@ -362,11 +365,6 @@ def _quantiles(
     at = {"low": low.nan_to_num(), "high": high.nan_to_num(), "weight": weight}
     state = asked.conduct(Quantiles(**grouped, at=at | {"n_asked": torch.tensor(0)}))
     return torch.where(mean[..., None].isnan(), math.nan, (state["low"] + state["high"]) / 2)
-
-
-def _with_all(values: Tensor) -> Tensor:
-    """Return values of groups [G, ...] with their sum last, [G + 1, ...]."""
-    return torch.cat([values, values.sum(0, keepdim=True)])
 
 
 def _difference(mean: Tensor, variance: Tensor) -> float:

@@ -144,8 +144,17 @@ class Policy:
         rules: dict[str, Callable[[], Any]] = {
             "columns": lambda: self.columns is not None and not read | named <= {*self.columns},
             "min_rows": lambda: not self.even(site.weights, site.counts),
-            "min_level": lambda: _rarest(site, question) < self.min_level,
-            "min_level of the column": lambda: self._of_few(site, tables),
+            "min_level": lambda: (
+                site.least_of_two < self.min_level
+                or any(
+                    site.value_counts(name).min() < self.min_level
+                    for name in _categories(site, question)
+                )
+            ),
+            "min_level of the column": lambda: (
+                self.min_level > 1
+                and next(compress(_names(tables), site.held(self.min_level - 1) >= MOST), None)
+            ),
             "max_parameters_per_row": lambda: max(sizes) > self.max_parameters_per_row * n,
             "exact_times": lambda: (
                 exact
@@ -199,11 +208,6 @@ class Policy:
         most = (weight / people).amax(-1) if len(people) else total
         even = (total > 0) & (most * self.min_rows <= total * (1 + 1e-9))
         return even | (self.min_rows == 0)
-
-    def _of_few(self, site: "Site", tables: "Tables") -> str | None:
-        """Return the first column made by fewer rows than `min_level`; None if there is none."""
-        few = [] if self.min_level < 2 else (site.held(self.min_level - 1) >= MOST).tolist()
-        return next(compress(_names(tables), few), None)
 
     def _indicators(self, question: "Question", site: "Site") -> Indicators:
         """Return the rows with one of two values, or with each level, in the site's columns and in
@@ -312,12 +316,6 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(one)
 
 
-def _rarest(site: "Site", question: Question) -> float:
-    """Return the number of rows of a site's rarest level; infinity if it has none."""
-    of_levels = (site.value_counts(name).min() for name in _categories(site, question))
-    return float(min(site.least_of_two, *of_levels, math.inf))
-
-
 def _categories(site: "Site", question: Question) -> list[str]:
     """Return the columns of categories, and among those that a question names the ones of groups,
     with two values, or without numbers.
@@ -326,9 +324,11 @@ def _categories(site: "Site", question: Question) -> list[str]:
     found = {one.column for one in terms if hasattr(one, "levels")}
     named = question.named(site)
     found |= {getattr(part, "group", None) for part in question.parts} & named
-    return sorted(found | {name for name in named - found if _is_category(site, name)})
-
-
-def _is_category(site: "Site", name: str) -> bool:
-    """Return whether a column has two values or holds no numbers."""
-    return len(site.value_counts(name)) == 2 or site.frame[name].dtype.kind not in "iuf"
+    return sorted(
+        found
+        | {
+            name
+            for name in named - found
+            if len(site.value_counts(name)) == 2 or site.frame[name].dtype.kind not in "iuf"
+        }
+    )

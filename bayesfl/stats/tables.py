@@ -384,7 +384,10 @@ def tables(
         for column in wanted:
             absent |= column_of(frame, column, name).isna().to_numpy()
         if absent.any():
-            gaps[name] = _gaps(frame, parts, wanted, absent)
+            read = dict.fromkeys([*(of for part in parts for of in part.variables), *wanted])
+            counts = {of: int(frame[of].isna().sum()) for of in read}
+            lacking = ", ".join(f"{of} {count}" for of, count in counts.items() if count)
+            gaps[name] = f"{int(absent.sum())} of {len(frame)} rows, {lacking}"
         kept = ~absent
         if not kept.any():
             raise ValueError(f"site {name!r} has no row without a missing value; leave it out")
@@ -450,11 +453,3 @@ def design(frame: Any, terms: Sequence[Any], site: str = "the frame") -> Tensor:
 def offsets(frame: Any, column: str | None) -> Tensor:
     """Return the offsets of a frame's rows from a column, [n]; 0 if there is none."""
     return torch.tensor(0.0 if column is None else numbers(frame, column, "the frame"))
-
-
-def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:
-    """Return a text with the columns that lack values, and the number of incomplete rows."""
-    names = dict.fromkeys([*(name for term in terms for name in term.variables), *wanted])
-    counts = {name: int(frame[name].isna().sum()) for name in names}
-    told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-    return f"{int(absent.sum())} of {len(frame)} rows, {told}"

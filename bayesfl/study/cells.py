@@ -8,7 +8,6 @@ data and the initial weights of its address.
 
 import inspect
 import shutil
-import sys
 import threading
 import time
 import traceback
@@ -65,7 +64,6 @@ class Record:
         settings: The settings of the run, in words.
         scaled: How its phases were scaled to a study's `steps`, in words.
         seconds: Seconds that the run took.
-        memory: Largest memory of the process until the run's end, in MiB.
         environment: Machine, versions and commit, see `bayesfl.evaluation.report.environment`.
         kept: Whether the whole result is saved beside it.
         error: `class`, `text` and `traceback` of the error that ended it; None where none did.
@@ -84,7 +82,6 @@ class Record:
     settings: Mapping[str, str] = field(default_factory=dict)
     scaled: str = ""
     seconds: float | None = None
-    memory: float | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     kept: bool = False
     error: Mapping[str, str] | None = None
@@ -232,7 +229,6 @@ class Cell:
             clients=by_client(result),
             scaled=scaled,
             seconds=seconds,
-            memory=_memory(),
             environment=report.environment(),
             kept=kept is not None,
         )
@@ -349,13 +345,3 @@ def by_client(result: Result) -> dict[str, list[Any]] | None:
         return None
     table = result.uncalibrated().table()
     return {name: column.tolist() for name, column in table.reset_index().items()}
-
-
-def _memory() -> float | None:
-    """Return the largest memory of this process so far, in MiB; None if it is not available."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from bayesfl.base.described import ADDRESS, described, digest_of
 from bayesfl.composition.phases import Descend, Repeat, steps_on_batch, unrolled
+from bayesfl.data.tensors import dtype_name
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.settings import dtype_name
 from bayesfl.optim import Clip, Rate, rate_at
 from bayesfl.study.budget import length
 

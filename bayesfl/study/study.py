@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -179,7 +178,7 @@ class Study:
         todo = [
             (cell, place)
             for cell, place in zip(self.cells, places, strict=True)
-            if isinstance(place, str) and not finished(_file(inside, place), keep=kept)
+            if isinstance(place, str) and not finished(inside / f"{place}{SUFFIX}", keep=kept)
         ]
         alone = executor is None and joblib.effective_n_jobs(n_jobs) == 1  # type: ignore[arg-type]
         calls = [
@@ -199,7 +198,12 @@ class Study:
         ) as bar:
             for _ in bar:
                 pass
-        return self._table(inside, places)
+        rows = []
+        for cell, place in zip(self.cells, places, strict=True):
+            record = Record.read(inside / f"{place}{SUFFIX}") if isinstance(place, str) else place
+            saved = partial(cell.result, inside / record.address, record) if record.kept else None
+            rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
+        return Table(tuple(rows), self.grid, self.rounds, self.notes)
 
     def main(self, folder: str | PathLike[str], *, keep: Literal["result"] | None = None) -> None:
         """Run the study as a script, by the arguments of its command; the script ends in this call.
@@ -259,15 +263,3 @@ class Study:
                 except Exception as error:  # of this combination of options
                     found[number] = failed(error)
         return [found[number] for number in numbers]
-
-    def _table(self, inside: Path, places: list[str | Record]) -> Table:
-        rows = []
-        for cell, place in zip(self.cells, places, strict=True):
-            record = Record.read(_file(inside, place)) if isinstance(place, str) else place
-            saved = partial(cell.result, inside / record.address, record) if record.kept else None
-            rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
-        return Table(tuple(rows), self.grid, self.rounds, self.notes)
-
-
-def _file(inside: Path, address: str) -> Path:
-    return inside / f"{address}{SUFFIX}"

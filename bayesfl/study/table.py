@@ -29,11 +29,6 @@ from bayesfl.study.settings import Labelled, labels, value_in_words
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
-INCOMPLETE = (
-    "Some methods or options lack seeds that others have, as while a study runs: means, and "
-    "choices of options, are over different seeds."
-)
-"""Note for a folder that lacks some runs."""
 UNCOVERED = (
     "under ClientPrivacy no options are chosen, as exact measures of the clients' validation data "
     "are not covered by its epsilon; give one value of each option"
@@ -396,7 +391,6 @@ class Table:
                 | dict(row.record.budget)
                 | {
                     "seconds": row.record.seconds,
-                    "memory": row.record.memory,
                     "commit": row.record.environment.get("commit"),
                     "error": None if row.record.error is None else row.record.error["class"],
                 }
@@ -424,11 +418,6 @@ class Table:
         private = "epsilon" in there  # which covers no measure of the clients
         known = [c for c in there if c.startswith("validation_") and not private]
         by = next((c for c in LOSSES if c in known), None) if measure is None else measure
-        if by is not None and not by.startswith("validation_"):
-            raise ValueError(
-                f"options are chosen on validation data, never on test data, got {by!r}; take one "
-                f"of {known[:4]}"
-            )
         if not known:
             raise ValueError(
                 UNCOVERED
@@ -439,8 +428,9 @@ class Table:
             )
         if by not in known or report.better(by) is None:
             raise ValueError(
-                f"{by!r} is no validation measure of these runs with a known best; the "
-                f"nearest are {nearest(str(by), [c for c in known if report.better(c)], 4)}"
+                f"options are chosen on validation data, never on test data, and {by!r} is no "
+                "validation measure of these runs with a known best; the nearest are "
+                f" {nearest(str(by), [c for c in known if report.better(c)], 4)}"
             )
         return by
 
@@ -692,5 +682,10 @@ def read(folder: str | os.PathLike[str]) -> Table:
             Row(name, shared.setdefault(one.recipe["options"], one.options), one.seed, one, None)
             for name, one in zip(told, records, strict=True)
         ),
-        notes=() if alike else (INCOMPLETE,),
+        notes=()
+        if alike
+        else (
+            "Some methods or options lack seeds that others have, as while a study runs: means, "
+            "and choices of options, are over different seeds.",
+        ),
     )

@@ -15,14 +15,6 @@ def test_split_gives_each_client_its_rows(split):
     assert (split.clients, split.offsets.tolist()) == (4, [0, 3, 3, 4])
 
 
-def test_what_is_printed_is_short(split):
-    """Clients, examples and shapes; no tensor."""
-    assert repr(split) == "ClientData(4 clients of 0 to 3 examples; x [2], int64 y [])"
-    marked = replace(split, y=torch.randn(10, 2), environment=torch.tensor([0, 1] * 5))
-    assert repr(marked) == "ClientData(4 clients of 0 to 3 examples; x [2], float32 y [2])"
-    assert repr(split.select([])) == "ClientData(0 clients of no examples; x [2], int64 y [])"
-
-
 def test_select_renumbers_and_shares_storage(split):
     chosen = split.select([3, 0])
     assert chosen.counts.tolist() == [2, 3]
@@ -77,7 +69,6 @@ def test_inputs_are_read_as_trees_in_their_own_types(split):
     assert some.inputs == {"tokens": (2,), "rest": ((), (2,), (2,))}
     assert some.to(dtype=torch.float64).client(3)[0]["rest"][1].dtype == torch.float64
     assert some.alone(3).client(3)[0]["rest"][2].equal(x["rest"][2])
-    assert repr(some).startswith("ClientData(4 clients of 0 to 3 examples; x {'tokens': (2,), ")
 
 
 def test_a_transform_is_given_rows(split):

@@ -190,7 +190,6 @@ def test_a_record_says_what_a_run_took(tmp_path: Path):
     (row, _) = one().run(tmp_path, progress=False).rows
     record = row.record
     assert 0 < record.seconds < 60
-    assert 10 < record.memory < 1e5
     assert record.environment["bayesfl"] == bf.__version__
     clients = DATA(seed=0)
     sent = sum(p.numel() for p in network(clients).parameters()) * 4

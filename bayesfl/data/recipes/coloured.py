@@ -5,7 +5,7 @@ shape to the same degree in all.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from bayesfl.data.recipes.images import unit_range
 from bayesfl.data.sources import Source
 from bayesfl.data.split import ClientData
 
-Agreement: TypeAlias = float | Sequence[float]
 _share = Option.of(shared.Share)
 _FLIP, _COLOUR = 1, 2  # `phase` under Purpose.PARTITION; 0 is the order of the rows
 
@@ -38,7 +37,7 @@ def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float)
 def coloured(
     options: shared.Options,
     *,
-    agreement: Sequence[Agreement] = (0.9, 0.85, 0.8, 0.75),
+    agreement: Sequence[float | Sequence[float]] = (0.9, 0.85, 0.8, 0.75),
     test_agreement: shared.Share = 0.1,
     rotate: bool = True,
     flip: shared.Share = 0.25,

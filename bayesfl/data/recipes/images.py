@@ -47,19 +47,21 @@ _TORCHVISION = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
 }
-_FASHION = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
-_NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
+_NAMES = {
+    "fashion-mnist": (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ),
+    "emnist-letters": tuple(string.ascii_lowercase),
+}
 
 
 def read_images(name: str, root: Path, download: bool) -> Source:

@@ -190,8 +190,6 @@ def _heart(root: Path) -> Source:
 
 
 CHUNK = 80  # characters of an example
-# The text before it lists the characters of the play.
-_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)
 
 
 def speeches(text: str) -> dict[str, str]:
@@ -205,7 +203,8 @@ def speeches(text: str) -> dict[str, str]:
     said: dict[str, list[str]] = {}
     for play in text.split("@@PLAY ")[1:]:
         name, _, body = play.partition("\n")
-        opening = _OPENING.search(body)
+        # The text before it lists the characters of the play.
+        opening = re.search(r"^(ACT|PROLOGUE|INDUCTION)", body, re.MULTILINE)
         for block in re.split(r"\n[ \t]*\n", body[opening.start() if opening else 0 :]):
             speaker, tab, words = re.sub(r"\[[^\]]*\]", "", block).strip("\n").partition("\t")
             words = re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]+", " ", words)).strip()

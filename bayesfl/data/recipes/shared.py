@@ -101,7 +101,6 @@ class Recipe(Protocol[P]):
         self, source: SourceName = "digits", *args: P.args, **kwargs: P.kwargs
     ) -> FederatedData:
         """Make a federation."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +230,8 @@ class Options:
                 f"{self.recipe['recipe']} shares data out by class, {source.info.name!r} is a "
                 "regression: use iid"
             )
-        return source, source.y_train.numpy(), source.y_test.numpy()
+        train, test = source.y.numpy()[: source.train], source.y.numpy()[source.train :]
+        return source, train, test
 
 
 def recipe(

@@ -79,13 +79,6 @@ class Columns:
     classes: tuple[str, ...] | None = None
     outputs: int | None = None
 
-    def __repr__(self) -> str:
-        numbers = sum(isinstance(part, Number) for part in self.parts)
-        return (
-            f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; {len(self.names)} "
-            "inputs)"
-        )
-
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the inputs that `apply` makes."""
@@ -394,17 +387,14 @@ def statistics_of(
                 "name it in categories= if they are codes",
             )
         for client, rows in clients.items():
-            found[client].append(_statistics(_chosen(values, rows), name in categories))
+            own = replace(
+                values,
+                numbers=None if values.numbers is None else values.numbers[rows],
+                texts=None if values.texts is None else values.texts[rows],
+                exact=None if values.exact is None else values.exact[rows],
+            )
+            found[client].append(_statistics(own, name in categories))
     return found
-
-
-def _chosen(values: Values, rows: np.ndarray) -> Values:
-    return replace(
-        values,
-        numbers=None if values.numbers is None else values.numbers[rows],
-        texts=None if values.texts is None else values.texts[rows],
-        exact=None if values.exact is None else values.exact[rows],
-    )
 
 
 def _statistics(values: Values, category: bool) -> dict[str, Any]:

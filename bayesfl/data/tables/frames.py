@@ -1,7 +1,9 @@
 """Data frames among your own arrays: their columns have names, and become numbers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
@@ -115,12 +117,9 @@ def columns_of(value: Any) -> list[Any]:
     return [] if columns is None or callable(columns) else list(columns)
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what stands in a tuple or a mapping of inputs, with the expression that finds it; what
-    is neither stands alone.
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of a tuple or a mapping of inputs, each with the expression that selects
+    it; any other value is its own part.
     """
-    if not isinstance(value, Mapping | tuple):
-        yield name, value
-        return
-    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _leaves(f"{name}[{key!r}]", part)
+    parts, _ = tree_flatten_with_path(value, lambda one: not isinstance(one, Mapping | tuple))
+    return [(f"{name}{keystr(path)}", part) for path, part in parts]

@@ -65,7 +65,6 @@ LARGEST_TENSOR = 2**28
 training data.
 """
 
-SAFE = re.compile(r"[^/\\\0]+")
 LONGEST_FOLDER = 255  # bytes of a folder's name
 
 
@@ -605,7 +604,7 @@ def check_file_names(names: Sequence[str]) -> None:
     if bad := [
         name
         for name in names
-        if not SAFE.fullmatch(name)
+        if not re.fullmatch(r"[^/\\\0]+", name)
         or name in (".", "..")
         or len(os.fsencode(name)) > LONGEST_FOLDER
         or alike[name.casefold()] > 1

@@ -160,13 +160,9 @@ def _tidy(graph: Any, names: Mapping[str, str]) -> None:
 
 
 def _run(path: os.PathLike[str], names: Sequence[str], rows: Inputs, found: Tensors) -> Tensors:
-    """Return the output of the file's graph for rows, if onnxruntime is installed; otherwise
-    `found`, the module's output.
-    """
-    try:
-        import onnxruntime
-    except ImportError:
-        return found
+    """Return the output of the file's graph for rows, by the names of `found`."""
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(path)
     inputs = {name: t.cpu().numpy() for name, (_, t) in zip(names, named(rows), strict=True)}
     return dict(zip(found, map(torch.from_numpy, session.run(list(found), inputs)), strict=True))

@@ -37,7 +37,6 @@ from bayesfl.models.trial import draws_in_training, trials
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-NOT_FINITE = "a loss became NaN or infinite; lower the learning rate, or check this client's data"
 KEPT = 2**28
 """Maximum number of bytes of cached fine-tuned views, and of cached heads, which clients then
 compute only once.
@@ -239,7 +238,8 @@ class Local:
                 raise DivergenceError(
                     f"{called(client, self.names)} is no longer finite after {tuned}phase "
                     f"{position + 1} ({phase_in_words(phase)}) of round {round + 1}: "
-                    f"{NOT_FINITE}",
+                    "a loss became NaN or infinite; lower the learning rate, or check this "
+                    "client's data",
                     round=round + 1,
                     client=client,
                     phase=position + 1,

@@ -15,14 +15,14 @@ from bayesfl.base.display.html import facts, picture, size, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
+from bayesfl.data.tensors import dtype_name
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.calibration import Fitted
 from bayesfl.evaluation.history import HEADLINES, History
-from bayesfl.evaluation.metrics.clients import Segments
-from bayesfl.evaluation.predictions import Predictions, padded
+from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.report import environment, in_prose
 from bayesfl.evaluation.surveys import LocalPredictions
-from bayesfl.federation.settings import OPEN, Settings, dtype_name
+from bayesfl.federation.settings import OPEN, Settings
 
 HEADLINE = (
     "accuracy",
@@ -272,17 +272,10 @@ def _recorded(history: History, outline: Outline) -> str:
 
 
 def _reliability(predicted: LocalPredictions) -> list[Section]:
-    told, known = "", predicted.places
+    known = predicted.places
     every, tensors = known.predictions, known.predictions.tensors
     if every.probs is not None:
         drawn = plots.reliability(every.probs, every.labels)
-        counts, names = known.clients.counts, predicted.predictions.names
-        first = counts.nonzero().flatten()[:12]  # these have most rows
-        some = padded(every.at(slice(int(counts[first].sum()))), Segments(counts[first]))
-        called = names and [names[j] for j in first.tolist()]
-        own = plots.reliability(some.probs, some.labels, some.mask, by="client", names=called)[0]
-        name = "client by client" if len(counts) <= 12 else "the first twelve clients"
-        told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
     elif every.variance is not None:
         kind = getattr(every.likelihood, "distribution", "normal")
         flat = [tensors[name][None] for name in ("mean", "variance", "labels", "mask")]
@@ -290,7 +283,7 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
     else:  # intervals of one level
         return []
     all_of = "<p>All clients' test rows together.</p>" + picture(drawn.figure, "reliability")
-    return [Section("Reliability", all_of + told)]
+    return [Section("Reliability", all_of)]
 
 
 def _coverage(run: Any, predicted: Predictions) -> list[Section]:

@@ -251,7 +251,14 @@ class Result(Run):
         """
         data = self.data.to(self.device, self.dtype)
         split = split.to(self.device, self.dtype)
-        _check_split(split, data)
+        about = {"outputs": data.outputs, "task": data.task, "columns": split.columns}
+        data.schema.refuse_other("split", Schema.of(split, **about))
+        if not any(_is_part(split, known) for known in data.splits.values()):
+            raise ValueError(
+                "the split belongs to other clients: its labels are not rows of the same clients "
+                "in result.data. Pass one of result.data's splits, or a part of one; for clients "
+                "never seen use result.adapt(...)"
+            )
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
@@ -811,26 +818,6 @@ class Result(Run):
             "after": (*answers_of(known, self.algorithm), *self.steps),
             "predicting": pooling.predicting(self.algorithm),
         }
-
-
-def _check_split(split: ClientData, data: FederatedData) -> None:
-    """Check that a split is one of the federation's own, or a part of one.
-
-    Args:
-        split: The split, on the device and in the precision of `data`.
-        data: The federation's data.
-
-    Raises:
-        ValueError: The split has other inputs, columns or clients.
-    """
-    about = {"outputs": data.outputs, "task": data.task, "columns": split.columns}
-    data.schema.refuse_other("split", Schema.of(split, **about))
-    if not any(_is_part(split, known) for known in data.splits.values()):
-        raise ValueError(
-            "the split belongs to other clients: its labels are not rows of the same clients in "
-            "result.data. Pass one of result.data's splits, or a part of one; for clients never "
-            "seen use result.adapt(...)"
-        )
 
 
 def _marks(split: ClientData) -> list[Any]:

@@ -29,6 +29,7 @@ from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
 from bayesfl.data.schema import Schema
+from bayesfl.data.tensors import dtype_name
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import (
     Abstention,
@@ -39,7 +40,7 @@ from bayesfl.evaluation.calibration import (
     Temperature,
 )
 from bayesfl.evaluation.history import History
-from bayesfl.federation.settings import DTYPES, Settings, dtype_name
+from bayesfl.federation.settings import DTYPES, Settings
 from bayesfl.federation.store.identity import Answer, identity
 
 try:
@@ -48,7 +49,6 @@ except ImportError:  # systems without such locks
     fcntl = None
 
 STATE = "state.safetensors"
-ROUND = re.compile(r"round-\d{6,}\.safetensors")
 KEPT = 2
 STEPS: dict[str, type] = {
     kind.__name__: kind for kind in (Temperature, Bias, Conformal, Abstention)
@@ -417,7 +417,11 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 def _rounds(path: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
     return sorted(
-        (file for file in path.glob("round-*") if ROUND.fullmatch(file.name)),
+        (
+            file
+            for file in path.glob("round-*")
+            if re.fullmatch(r"round-\d{6,}\.safetensors", file.name)
+        ),
         key=round_of,
         reverse=True,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Transform, biject_to, constraints
+from torch.distributions import biject_to, constraints
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.stats.terms import Number
@@ -92,43 +92,19 @@ class Parameter(Number):
 
 
 def _range(node: ast.AST) -> Any:
-    """Return the range that a text of torch describes, only of torch's own classes."""
+    """Return the range that a text describes, only of classes of torch and Pyro."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     name = f"_{node.func.id}"  # pyright: ignore[reportAttributeAccessIssue]
-    kind = _OrderedVector if name == "_OrderedVector" else getattr(constraints, name)
+    ranges: Any = constraints
+    if not hasattr(constraints, name):
+        from pyro.distributions import constraints as ranges  # registers the maps of Pyro's own
+    kind = getattr(ranges, name)
     if not issubclass(kind, constraints.Constraint):
         raise ValueError(ast.unparse(node))
     return kind(
         *map(_range, node.args), **{str(one.arg): _range(one.value) for one in node.keywords}
     )
-
-
-class _OrderedVector(constraints.Constraint):
-    """Pyro's range of increasing vectors."""
-
-    event_dim = 1
-
-
-class _ToOrdered(Transform):
-    """Map the first entry and the logarithms of the gaps to increasing vectors, out of place."""
-
-    domain = constraints.real_vector
-    codomain = _OrderedVector()
-    bijective = True
-
-    def _call(self, x: Tensor) -> Tensor:
-        return torch.cat([x[..., :1], x[..., 1:].exp()], -1).cumsum(-1)
-
-    def _inverse(self, y: Tensor) -> Tensor:
-        return torch.cat([y[..., :1], y.diff(dim=-1).log()], -1)
-
-    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the log of the gaps' product."""
-        return x[..., 1:].sum(-1)
-
-
-biject_to.register(_OrderedVector, lambda support: _ToOrdered())
 
 
 def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:

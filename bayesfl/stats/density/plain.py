@@ -12,6 +12,7 @@ import pandas
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Tensors
@@ -38,27 +39,16 @@ shared) [] in nats.
 
 
 def leaves(rows: Any) -> list[np.ndarray]:
-    """Return the arrays in a site's rows: an array, a data frame, or tuples, lists or mappings of
-    these.
+    """Return the arrays in a site's rows: an array, a data frame, or tuples, lists or dictionaries
+    of these.
     """
-    if isinstance(rows, pandas.DataFrame):
-        return [rows.to_numpy()]
-    if isinstance(rows, Mapping):
-        return [leaf for one in rows.values() for leaf in leaves(one)]
-    if isinstance(rows, tuple | list):
-        return [leaf for one in rows for leaf in leaves(one)]
-    return [np.asarray(rows)] if isinstance(rows, Tensor | np.ndarray | int | float) else []
+    kinds = Tensor | np.ndarray | pandas.DataFrame | int | float
+    return [np.asarray(one) for one in tree_leaves(rows) if isinstance(one, kinds)]
 
 
 def in_double(rows: Any) -> Any:
     """Return rows with floats in float64, like parameters."""
-    if isinstance(rows, Tensor):
-        return rows.double() if rows.is_floating_point() else rows
-    if isinstance(rows, Mapping):
-        return {name: in_double(one) for name, one in rows.items()}
-    if isinstance(rows, tuple | list):
-        return type(rows)(map(in_double, rows))
-    return rows
+    return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, rows)
 
 
 def site_of(name: str, rows: Any, local: Local) -> Site:

@@ -237,7 +237,10 @@ class Posterior(Refits):
         drawn: dict[str, Tensors] = {}
         programs = {site: one.program for site, one in self.here.items() if one.program is not None}
         own = self._made(list(self.here))
-        groups = {"posterior": _renamed(self.draws) | self._joined(own, dims)}
+        groups = {
+            "posterior": {_free(name): t for name, t in self.draws.items()}
+            | self._joined(own, dims)
+        }
         if programs:
             one = next(iter(programs.values()))
             dims |= {_free(name): [*map(_free, one.plates[name])] for name in self.draws}
@@ -246,7 +249,7 @@ class Posterior(Refits):
             drawn = {
                 site: one.predicted(prior, self.seed, PREDICTIONS) for site, one in programs.items()
             }
-            groups["prior"] = _renamed(prior) | self._joined(
+            groups["prior"] = {_free(name): t for name, t in prior.items()} | self._joined(
                 {site: {n: t[n] for n in own[site]} for site, t in drawn.items()}, dims
             )
         for site, program in programs.items():
@@ -302,10 +305,6 @@ class Posterior(Refits):
 def _free(name: str) -> str:
     """Return a name that differs from ArviZ's own dimensions and from `site`."""
     return f"{name}_" if name in ("chain", "draw", "site") else name
-
-
-def _renamed(values: Tensors) -> Tensors:
-    return {_free(name): t for name, t in values.items()}
 
 
 def fitted(

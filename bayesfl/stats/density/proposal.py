@@ -115,10 +115,6 @@ class Marginal:
         mass = np.cumsum(np.diff(grid, prepend=grid[0]) * (density + np.roll(density, 1)) / 2)
         return cls(grid, mass / mass[-1])
 
-    def quantile(self, probability: np.ndarray) -> np.ndarray:
-        """Return the quantiles of probabilities."""
-        return np.interp(probability, self.mass, self.grid)
-
     def below(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the cumulative probabilities and the log densities at some numbers."""
         place = np.searchsorted(self.grid, at).clip(1, len(self.grid) - 1)
@@ -225,7 +221,7 @@ class Along:
         standard, _ = student(points[:, 2 : 2 + s], points[:, 0], self.root)
         ranks = stats.t.cdf(standard @ self.root.T, DEGREES).T
         for place, one, rank in zip(self.scales, self.marginals, ranks, strict=True):
-            found[:, place] = torch.from_numpy(one.quantile(rank))
+            found[:, place] = torch.from_numpy(np.interp(rank, one.mass, one.grid))
         mean, root = self._given(found[:, self.scales])
         standard, _ = student(points[:, 2 + s :], points[:, 1], root)
         found[:, self.others] = mean + (root @ standard[..., None])[..., 0]

@@ -413,7 +413,10 @@ class Bins(OfTimes):
         wanted = events * torch.arange(1, 2 * count + 1, dtype=torch.float64) / (2 * count)
         at = torch.searchsorted(below, wanted * (1 - 1e-9)).clamp_max(len(below) - 1)
         halves = torch.tensor(
-            [coarse(lattice.at(int(place)), int(digits)) for place in places[at].tolist()],
+            [
+                lattice.at(lattice.above(lattice.at(int(place)), int(digits)), int(digits))
+                for place in places[at].tolist()
+            ],
             dtype=torch.float64,
         )
         narrow = torch.nn.functional.pad(halves[1::2].unique(), (1, 0))
@@ -445,11 +448,6 @@ def cheapest(cost: Tensor) -> list[int]:
         best[end] = ways[place]
         cuts.append([*cuts[place], end])
     return cuts[-1] if best[-1].isfinite() else []
-
-
-def coarse(time: float, digits: int) -> float:
-    """Return the least number of this many digits that is not below a time."""
-    return lattice.at(lattice.above(time, digits), digits)
 
 
 def _least(site: Site) -> int:
@@ -499,7 +497,11 @@ def grid_of(
             "sites.only([...]), or give each its own baseline, cox(baseline='per_site')"
         )
     last, digits = float(found["ends"][-1]), int(found["digits"])
-    further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)
+    further = tuple(
+        mark
+        for mark in known.marks
+        if mark > last and lattice.at(lattice.above(mark, digits), digits) == mark
+    )
     return Grid(
         ends=(*found["ends"][1:].tolist(), *further),
         exact_times=False,

@@ -255,7 +255,7 @@ def test_dominant_classes_share_rows_only_when_a_class_runs_out(digits):
     for clients, train in ((10, 60), (20, 200)):
         data = dominant_classes(clients=clients, train=train)
         times = np.bincount(data.train.index.numpy(), minlength=digits.train)
-        labels = digits.y_train.numpy()
+        labels = digits.y[: digits.train].numpy()
         for k in range(10):
             assert times[labels == k].max() - times[labels == k].min() <= 1
         assert data.recipe["shared"][0] == (times > 1).sum()

@@ -34,9 +34,9 @@ def test_mnist_layout(tmp_path, name, folder, mean, std):
         "classification",
     )
     expected = (torch.from_numpy(arrays["t10k-images-idx3"]).float() / 255 - mean) / std
-    assert_close(source.x_test[:, 0], expected)
-    assert source.y_train.tolist() == [*range(10)] * 3
-    assert source.x_train.data_ptr() == source.x.data_ptr()
+    assert_close(source.x[source.train :][:, 0], expected)
+    assert source.y[: source.train].tolist() == [*range(10)] * 3
+    assert source.x[: source.train].data_ptr() == source.x.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
@@ -52,7 +52,7 @@ def test_npz_layout(tmp_path, name):
     assert source.x.shape == (300, 3, 32, 32)
     mean, std = (0.4914, 0.2023) if name == "cifar10" else (0.5074, 0.2011)
     assert_close(
-        source.x_train[:, 0],
+        source.x[: source.train][:, 0],
         (torch.from_numpy(arrays["x_train"][..., 0]).float() / 255 - mean) / std,
     )
     if name == "cifar100":
@@ -74,7 +74,8 @@ def test_letters_are_numbered_from_zero(tmp_path):
     assert source.y.tolist() == [*range(26)] * 3
     assert source.class_names == tuple("abcdefghijklmnopqrstuvwxyz")
     assert_close(
-        source.x_train[:, 0], (torch.from_numpy(arrays["x_train"]).float() / 255 - 0.1307) / 0.3081
+        source.x[: source.train][:, 0],
+        (torch.from_numpy(arrays["x_train"]).float() / 255 - 0.1307) / 0.3081,
     )
 
 
@@ -93,8 +94,10 @@ def test_letters_through_torchvision_stand_upright(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "EMNIST", Letters)
     source = load("emnist-letters", root=tmp_path, download=True)
-    assert_close(source.x_train[:, 0], (torch.from_numpy(x).mT.float() / 255 - 0.1307) / 0.3081)
-    assert source.y_test.tolist() == [*range(26)]
+    assert_close(
+        source.x[: source.train][:, 0], (torch.from_numpy(x).mT.float() / 255 - 0.1307) / 0.3081
+    )
+    assert source.y[source.train :].tolist() == [*range(26)]
 
 
 @needs_torchvision

@@ -20,7 +20,7 @@ def test_labels_per_client(digits):
         ):
             assert len(set(train)) == 3
             assert set(test) == set(train)
-            assert len(test) == sum(int((digits.y_test == k).sum()) for k in set(train))
+            assert len(test) == sum(int((digits.y[digits.train :] == k).sum()) for k in set(train))
     equal, random = (
         labels_per_client(clients=15, labels=3, sizes=sizes).train.counts
         for sizes in ("equal", "random")
@@ -76,7 +76,10 @@ def test_shards_deal_test_rows_like_training_rows(digits):
     assert np.mean([len(set(mine)) for mine in train]) < 3.5
     for k in range(10):
         ours, theirs = (np.array([(mine == k).sum() for mine in part]) for part in (train, test))
-        assert np.abs(theirs - ours / ours.sum() * (digits.y_test == k).sum().item()).max() <= 1.5
+        assert (
+            np.abs(theirs - ours / ours.sum() * (digits.y[digits.train :] == k).sum().item()).max()
+            <= 1.5
+        )
     assert (
         len(set(np.concatenate([data.test.rows(j).numpy() for j in range(20)])))
         == len(digits.x) - digits.train

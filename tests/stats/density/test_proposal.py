@@ -38,7 +38,7 @@ def test_a_marginal_is_the_density_of_its_nodes():
     at = np.linspace(-4, 4, 41)
     one = Marginal.of(at, stats.norm.logpdf(at))
     ranks = np.linspace(0.01, 0.99, 30)
-    found = one.quantile(ranks)
+    found = np.interp(ranks, one.mass, one.grid)
     assert np.allclose(found, stats.norm.ppf(ranks), atol=0.01)
     below, logs = one.below(found)
     assert np.allclose(below, ranks)
