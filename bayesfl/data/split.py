@@ -91,8 +91,8 @@ class ClientData:
 
     Example:
         >>> split = bf.data.iid("digits", clients=2).test
-        >>> split.counts.tolist(), split.inputs
-        ([180, 179], (64,))
+        >>> split
+        ClientData(2 clients, 359 examples; inputs (64,))
         >>> x, y = split.client(0)
         >>> x.shape
         torch.Size([180, 64])
@@ -124,6 +124,10 @@ class ClientData:
                 f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
                 f"sum of {counts.sum()}"
             )
+
+    def __repr__(self) -> str:
+        examples = self.counts.sum()
+        return f"ClientData({self.clients} clients, {examples} examples; inputs {self.inputs})"
 
     @property
     def clients(self) -> int:
