@@ -3,7 +3,7 @@ data or several models.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -117,9 +117,6 @@ class LinearisedLaplace:
     tunes = "predictive_precision"
     reads = ()
     needs_data = True
-
-    def __repr__(self) -> str:
-        return _of_rows(self, "each client's own")
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -266,13 +263,23 @@ class LinearisedLaplace:
 
 
 class _Untuned:
-    """Declare the defaults of a predictor that tunes no number."""
+    """Define the defaults of a predictor that tunes no number and needs the client's view alone."""
 
     tunes = ""
     grid = ()
     reads = ()
     centre = True
     needs_data = False
+
+    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
+        """Return nothing, because the view has all weights, see `StoredPredictor`."""
+        return {}
+
+    def restored(
+        self: Any, algorithm: "Algorithm", view: View, tensors: Tensors
+    ) -> FittedPredictor:
+        """Return one client's predictor, see `StoredPredictor`."""
+        return self(algorithm, {}, view, {})
 
 
 @dataclass(frozen=True)
@@ -356,14 +363,6 @@ class LinearisedBelief(_Untuned):
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
         return _Linearised(self, algorithm, view, lambda _: [covariance])
 
-    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return nothing, because the view has the Gaussians, see `StoredPredictor`."""
-        return {}
-
-    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor, see `StoredPredictor`."""
-        return self(algorithm, {}, view, {})
-
 
 @dataclass(frozen=True)
 @declared(idle={("structure", "last_layer"): ("pattern",)})
@@ -401,9 +400,6 @@ class PooledLaplace(_Untuned):
     precision: Annotated[float, Range(0)] | Literal["evidence"] = "evidence"
     pattern: Pattern = "*"
     link: ClassVar[Link] = "contrasts"
-
-    def __repr__(self) -> str:
-        return _of_rows(self, "all clients'")
 
     def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -570,12 +566,6 @@ def _on_cpu(state: Tensors) -> Tensors:
     return {name: t.cpu() for name, t in state.items()}
 
 
-def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
-    """Return a predictor's options, and the rows of its curvature, as text."""
-    options = ", ".join(f"{of.name}={getattr(rule, of.name)!r}" for of in fields(rule))
-    return f"{type(rule).__name__}({options}; the curvature of {whose} rows)"
-
-
 @dataclass(frozen=True)
 class Mixture(_Untuned):
     """Predict with all copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its
@@ -623,14 +613,6 @@ class Mixture(_Untuned):
             return _mixed(stacked, pi[copies])
 
         return predict
-
-    def stored(self, fitted: Any, value: float | None, *, limit: int) -> Tensors:
-        """Return nothing, because the view has all weights, see `StoredPredictor`."""
-        return {}
-
-    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
-        """Return one client's predictor, see `StoredPredictor`."""
-        return self(algorithm, {}, view, {})
 
     def mixed(self, found: Tensors, view: View) -> Tensors:
         """Return the predictions of clients [C, N, ...] from those of their copies at the means,

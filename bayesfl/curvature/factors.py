@@ -246,13 +246,11 @@ class Outer(Factor):
         inputs: Inputs that the weights multiply, [N, I], with ones for the bias.
         slopes: Cotangents pulled back to the layer's outputs, [N, Q, H].
         slots: Positions of the weights, [H, I].
-        full: Whether no weight is omitted.
     """
 
     inputs: Tensor
     slopes: Tensor
     slots: Tensor
-    full: bool = False
     own = ("inputs", "slopes")
 
     @property
@@ -291,18 +289,14 @@ class Outer(Factor):
 
     def _grid(self, weight: Tensor) -> Tensor:
         """Return `weight` [size, ...] as [H, I, ...], 0 for omitted weights."""
-        if self.full:
-            return weight[self.slots]
         kept = (self.slots >= 0).view(*self.slots.shape, *(1,) * (weight.dim() - 1))
         return torch.where(kept, weight[self.slots.clamp_min(0)], 0.0)
 
     def _write(self, grid: Tensor, out: Tensor) -> None:
         """Write `grid` [H, I, ...] to its places in `out` [size, ...]; the inverse of `_grid`."""
         slots, values = self.slots.flatten(), grid.flatten(0, 1).to(out)
-        if not self.full:
-            chosen = (slots >= 0).nonzero().squeeze(1)
-            slots, values = slots[chosen], values[chosen]
-        out[slots] = values
+        chosen = (slots >= 0).nonzero().squeeze(1)
+        out[slots[chosen]] = values[chosen]
 
     def squares_into(self, out: Tensor) -> None:
         """Write sum_n (sum_q g^2) x^2, see `Factor`."""

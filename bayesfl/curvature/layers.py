@@ -161,7 +161,7 @@ def _factor(
         parts.append(x.new_ones(len(x), 1, x.shape[2]))
     inputs, slots = torch.cat(parts, 1), slots.to(x.device)
     if inputs.shape[2] == 1:
-        return Outer(inputs.squeeze(2), g.squeeze(3), slots, full=True)
+        return Outer(inputs.squeeze(2), g.squeeze(3), slots)
     return Shared(inputs.mT, g, slots).formed()
 
 

@@ -303,9 +303,7 @@ def test_who_is_refused(clients: FederatedData, fedavg: Result):
         result.laplace()
 
 
-def test_predictors_say_whose_rows_they_have():
-    assert repr(PooledLaplace("full")).endswith("; the curvature of all clients' rows)")
-    assert repr(LinearisedLaplace()).endswith("; the curvature of each client's own rows)")
+def test_the_server_network_under_one_clients_curvature_warns():
     own = LinearisedLaplace(precision=1.0)
     with pytest.warns(UserWarning, match=r"one client's rows: .* too wide; use result\.laplace"):
         replace(METHODS["fedavg"](nn.Linear(2, 2)), predictor=own)
