@@ -12,7 +12,7 @@ clients whose work is gathered in a round; a "chunk" is a set of clients compute
 Functions for one client also accept many: tensors may have any leading axes, written [...].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -248,59 +248,6 @@ class Predictor(Protocol):
         It is computed from the entries that the client received, its view (after fine-tuning, if
         the method fine-tunes) and its training data x, y. A predictor whose attribute `validates`
         is True also receives the client's `validation` data, {x, y}, to choose its own number.
-        """
-        ...
-
-
-class JoinedPredictor(Predictor, Protocol):
-    """Define the interface of a predictor that fits several clients at once.
-
-    It does so where predictions are in closed form, not by draws and not at the means.
-    """
-
-    def together(self, algorithm: Any, view: View, x: Inputs) -> int:
-        """Return the number of clients that are fitted at once, if one of them has this `view` and
-        the training rows `x`, and the others as many rows or fewer; 1 if they cannot be.
-        """
-        ...
-
-    def of_several(
-        self, algorithm: Any, given: Server, views: View, data: Batch
-    ) -> FittedPredictor:
-        """Return the predictor of C clients: it predicts at [C N, *] inputs, N of each client in
-        turn.
-
-        Args:
-            algorithm: The method.
-            given: The entries that every client received.
-            views: The clients' views, [C, ...].
-            data: Their training rows, x [C, N, *], and the `weight` [C, N] of these, 0 for rows
-                that pad a client.
-        """
-        ...
-
-
-class AskingPredictor(Predictor, Protocol):
-    """Define the interface of a predictor that needs surveys of the clients.
-
-    The surveys run before clients predict, in a simulation and over a network. A survey's `reads`
-    names its input: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions` under the states
-    known so far; or the last layer, `head`, as `LocalHeads` from the predictor's own
-    `rows(algorithm, view, x, y)`, which needs the model for the first question only. The predictor
-    finds the last states in `given`, by name. They are absent if clients predict before
-    aggregation, or at the means.
-    """
-
-    def asks(
-        self, algorithm: Any, server: Server, known: Mapping[str, Tensors]
-    ) -> tuple[str, Any] | None:
-        """Return the name of the next survey that predictions need and the survey; None after the
-        last one.
-
-        Args:
-            algorithm: The method.
-            server: The server's state, or what it sends to every client.
-            known: The last states of the surveys so far, by their names.
         """
         ...
 

@@ -192,8 +192,11 @@ class LinearisedLaplace:
         return _Linearised(self, algorithm, view, inverses)
 
     def together(self, algorithm: "Algorithm", view: View, x: Inputs) -> int:
-        """Return the number of clients whose subnetworks are fitted at once, see
-        `JoinedPredictor`.
+        """Return the number of clients that are fitted at once, if one of them has this `view` and
+        the training rows `x`, and the others as many rows or fewer; 1 if they cannot be.
+
+        Predictions of a predictor with this method are in closed form, not by draws and not at the
+        means.
         """
         curvature = self._curvature(algorithm, view)
         alike = self.structure == "subnetwork" and self.selection in ALIKE
@@ -206,7 +209,16 @@ class LinearisedLaplace:
     def of_several(
         self, algorithm: "Algorithm", given: Server, views: View, data: Batch
     ) -> FittedPredictor:
-        """Return the predictor of several clients, see `JoinedPredictor`."""
+        """Return the predictor of C clients: it predicts at [C N, *] inputs, N of each client in
+        turn.
+
+        Args:
+            algorithm: The method.
+            given: The entries that every client received.
+            views: The clients' views, [C, ...].
+            data: Their training rows, x [C, N, *], and the `weight` [C, N] of these, 0 for rows
+                that pad a client.
+        """
         curvature = self._curvature(algorithm, tree_map(lambda t: t[0], views))
         stack = Stack(curvature, algorithm.leaves(algorithm.parts, views))
         rows, diagonal = stack.held(data["x"], data["weight"])
@@ -418,7 +430,21 @@ class PooledLaplace(_Untuned):
     def asks(
         self, algorithm: "Algorithm", server: Server, known: Mapping[str, Tensors]
     ) -> tuple[str, PooledCurvature] | None:
-        """Return the survey of clients' curvature, once, see `AskingPredictor`."""
+        """Return the name of the next survey that predictions need and the survey, here that of
+        clients' curvature; None after the last one.
+
+        The surveys run before clients predict, in a simulation and over a network. A survey's
+        `reads` names its input: `rows`, as `LocalRows`; `predictions`, as `LocalPredictions` under
+        the states known so far; or the last layer, `head`, as `LocalHeads` from the predictor's own
+        `rows(algorithm, view, x, y)`, which needs the model for the first question only. The
+        predictor finds the last states in `given`, by name. They are absent if clients predict
+        before aggregation, or at the means.
+
+        Args:
+            algorithm: The method.
+            server: The server's state, or what it sends to every client.
+            known: The last states of the surveys so far, by their names.
+        """
         return None if POOLED in known else (POOLED, self.question(algorithm, server))
 
     def question(self, algorithm: "Algorithm", given: Server) -> PooledCurvature:
@@ -496,7 +522,7 @@ class Heads(_Untuned):
         self, algorithm: "Algorithm", server: Server, known: Mapping[str, Tensors]
     ) -> tuple[str, Hierarchy | Scaled] | None:
         """Return the next survey: first of the heads' common prior, then of the widths of the prior
-        and of the predictions, see `AskingPredictor`.
+        and of the predictions, see `PooledLaplace.asks`.
         """
         head = self._head(algorithm)
         if HIERARCHY not in known:

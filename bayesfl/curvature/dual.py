@@ -36,7 +36,7 @@ than e, relatively, and no output's by more than about sqrt(e)."""
 ONE = torch.ones((), dtype=torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Inverse:
     """Hold the posterior covariance of P selected weights, all others fixed, as a Cholesky factor;
     made by `invert`.
@@ -47,7 +47,6 @@ class Inverse:
     Args:
         curvature: The curvature from which it was computed.
         form: The Cholesky factor that is stored, `primal` or `dual`.
-        reason: Why this form was selected, as text.
         indices: Indices of the P selected weights, in the order of every vector here, [P]; None
             means all weights, and P = D.
         variance: Prior variances 1 / precision, [P].
@@ -71,7 +70,6 @@ class Inverse:
 
     curvature: Curvature
     form: Literal["primal", "dual"]
-    reason: str
     indices: Tensor | None
     variance: Tensor
     uncurved: int
@@ -80,12 +78,6 @@ class Inverse:
     data: dict[str, Any]
     rows: Rows | None
     scale: Tensor = ONE
-
-    def __repr__(self) -> str:
-        return (
-            f"Inverse({self.form}, order {self.order}, {self.size} weights, "
-            f"{self.curvature.backend}: {self.reason})"
-        )
 
     @property
     def order(self) -> int:
@@ -226,7 +218,6 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
     return Inverse(
         curvature=curvature,
         form="dual" if data else "primal",
-        reason="restored",
         indices=indices,
         variance=tensors["variance"],
         uncurved=int(tensors["uncurved"]),
@@ -314,7 +305,7 @@ def invert(
     if not order:
         rows, data, weights, curved = None, {}, 0, torch.zeros_like(curved)
     if rows is None:
-        chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
+        chosen = "primal"
         _require(curvature, weights, "primal")
         own = curved.nonzero().squeeze(1) if indices is None else indices[curved]
         roots = variance[curved].sqrt()
@@ -322,7 +313,7 @@ def invert(
             roots[:, None] * roots
         )
     else:
-        chosen, reason, curved = "dual", f"{order} rows, {weights} curved weights", inside
+        chosen, curved = "dual", inside
         _require(curvature, order, "dual")
         matrix = rows.gram(rows, variance[curved])
     matrix = matrix * scale[..., None, None]
@@ -330,7 +321,6 @@ def invert(
     return Inverse(
         curvature=curvature,
         form=chosen,
-        reason=reason if form == "auto" else "asked for",
         indices=indices,
         variance=variance,
         uncurved=len(variance) - weights,
@@ -367,7 +357,6 @@ def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
     return Inverse(
         curvature=curvature,
         form="primal",
-        reason="a known GGN",
         indices=None,
         variance=variance,
         uncurved=len(variance) - weights,
@@ -394,7 +383,6 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
     return Inverse(
         curvature=curvature,
         form="primal",
-        reason="every weight on its own",
         indices=None,
         variance=1 / (diagonal + precision),
         uncurved=int((diagonal < NO_CURVATURE * precision).sum()),

@@ -386,25 +386,18 @@ class Curvature:
         self.engine = func
         want = self.linearise(two)[1].squares()  # raises for outputs that are not finite
         self.engine = backpack
-        fault = self._fault(backpack, two, want)
+        try:
+            own = backpack.diagonal(two, self.likelihood)
+            fault = self._differs(self.linearise(two)[1].squares().double(), want)
+            if fault is None and own is not None:
+                fault = self._differs(own.double(), want)
+        except Exception as error:  # BackPACK raises it for an unknown `forward`
+            fault = error_in_words(error)
         if fault is not None:
             if self._asked == "backpack":
                 raise refusal("backpack", f"this {type(self.module).__name__} ({fault})")
             self.engine = func
         self._proven = True
-
-    def _fault(self, backpack: BackPack, x: Tensor, want: Tensor) -> str | None:
-        """Return why BackPACK cannot be used, given `func`'s diagonal [D] for the same inputs; None
-        if it agrees.
-        """
-        try:
-            own = backpack.diagonal(x, self.likelihood)
-            fault = self._differs(self.linearise(x)[1].squares().double(), want)
-            if fault is None and own is not None:
-                fault = self._differs(own.double(), want)
-        except Exception as error:  # BackPACK raises it for an unknown `forward`
-            return error_in_words(error)
-        return fault
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
         """Return a parameter whose diagonal [D] differs by more than rounding (that of TF32 in

@@ -78,7 +78,7 @@ class Basis:
         return self.left @ values @ self.right.T
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Kronecker:
     """Hold the inverse H^-1 for all covered weights, where H is a Kronecker-factored GGN plus
     diag(precision); made by `invert_factors`.
@@ -100,17 +100,6 @@ class Kronecker:
 
     form = "kronecker"
     indices = None
-
-    def __repr__(self) -> str:
-        return (
-            f"Kronecker(order {self.order}, {self.size} weights, {self.curvature.backend}: "
-            f"{len(self.bases)} layers, each a product of two factors)"
-        )
-
-    @property
-    def order(self) -> int:
-        """Return the order of the largest factor."""
-        return max(len(factor) for basis in self.bases for factor in (basis.left, basis.right))
 
     @property
     def size(self) -> int:

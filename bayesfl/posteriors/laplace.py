@@ -77,8 +77,8 @@ class Laplace(Drawn):
         diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
         structure: The covariances between weights that are kept, see `fit`.
         examples: Number N of examples in the fit.
-        inverse: $H_S^-1$, the covariance of the P selected weights; its `form` and `reason`
-            describe the selected form.
+        inverse: $H_S^-1$, the covariance of the P selected weights; its `form` is the selected
+            form.
         weight: Weight of each example, [N]; None for 1.
 
     Example:

@@ -1,7 +1,7 @@
 """Steps of calibration: surveys whose result changes predictions, fitted one after another."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -61,15 +61,9 @@ class Fitted:
     """
 
     step: Step
-    state: Tensors
-    own: Tensors
+    state: Tensors = field(repr=False)
+    own: Tensors = field(repr=False)
     reading: str | None = None
-
-    def __repr__(self) -> str:
-        kept = ", ".join(
-            f"{name} {list(t.shape)}" for name, t in {**self.state, **self.own}.items()
-        )
-        return f"Fitted({self.step}; {kept})"
 
     def apply(self, local: LocalPredictions) -> LocalPredictions:
         """Return the predictions as changed by the step, with their clients."""

@@ -289,8 +289,8 @@ def fitted_of(
     local: Local, done: Done, known: Mapping[str, Tensors], *, draws: int | None = None
 ) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
     """Yield the clients of a chunk with their predictor, which receives the last states of its
-    surveys in addition to the server's state: one by one, or several if a `JoinedPredictor` fits
-    them at once.
+    surveys in addition to the server's state: one by one, or several if the predictor's
+    `of_several` fits them at once.
     """
     rule: Any = local.algorithm.predictor
     given = {**done.given, **known}
