@@ -37,7 +37,7 @@ def apart(phase: Any) -> AbstractContextManager[Any]:
     return _ONE_AT_A_TIME if own else nullcontext()
 
 
-class Crew:
+class Crew(AbstractContextManager["Crew"]):
     """Run work in a pool of `workers` threads at each rank; leaving the context restores torch's
     number of threads.
     """
@@ -49,9 +49,6 @@ class Crew:
         self._pool = ThreadPoolExecutor(
             workers, "bayesfl", initializer=lambda: torch.set_num_threads(1)
         )
-
-    def __enter__(self) -> "Crew":
-        return self
 
     def __exit__(
         self,

@@ -337,7 +337,8 @@ def _run(
     for name, place in recording.leaves.items():
         leaf = leaves.get(name)
         if leaf is None:  # no block covers it, so it is the same for all clients
-            own = _named(module, name)
+            prefix, _, key = name.rpartition(".")
+            own = getattr(module.get_submodule(prefix), key)
             leaf = own.detach().expand(clients, *own.shape)
         values[place], up[place] = leaf, leaf.dim() > plan.axes[name] + 1
         if name in slopes:
@@ -387,9 +388,3 @@ def _run(
         return at.get(0, torch.zeros_like(first(x))) if through else None
 
     return Pass(values[recording.out], up[recording.out], back)
-
-
-def _named(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer of a module."""
-    prefix, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(prefix), leaf)

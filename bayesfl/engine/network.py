@@ -3,7 +3,7 @@ slopes at the parameters.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -46,23 +46,20 @@ class Rows:
     weight: Tensor | None = None
     keys: Sequence[int] | None = None
     start: int = 0
-    _shares: dict[int, Shares] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, x: Tensor, places: int) -> Shares:
         """Return the shares for norms of x [C, B, ...] with this number of values of a channel for
-        each example; computed once for all norms.
+        each example.
         """
-        if places not in self._shares:
-            real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight
-            count = real.sum(1, keepdim=True) * places
-            several = count > 1
-            every = bool(several.all())
-            self._shares[places] = Shares(
-                real / (count if every else count.masked_fill(~several, torch.inf)),
-                count / (count - 1).clamp(min=1),
-                None if every else several.to(real),
-            )
-        return self._shares[places]
+        real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight
+        count = real.sum(1, keepdim=True) * places
+        several = count > 1
+        every = bool(several.all())
+        return Shares(
+            real / (count if every else count.masked_fill(~several, torch.inf)),
+            count / (count - 1).clamp(min=1),
+            None if every else several.to(real),
+        )
 
 
 class Pass(NamedTuple):

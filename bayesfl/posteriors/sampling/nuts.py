@@ -12,18 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.inputs import join
-from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.layout import Pattern
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data
 from bayesfl.models.copies import duplicate
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
-
-LIMIT = 5000
-"""Maximum number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
-whole data.
-"""
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +75,8 @@ def nuts(
         progress: Whether to show Pyro's progress bar.
 
     Raises:
-        ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are
-            no data, sizes, labels or outputs do not fit, or the posterior's density at a start is
-            not finite.
+        ValueError: `pattern` matches no parameter, there are no data, sizes, labels or outputs do
+            not fit, or the posterior's density at a start is not finite.
 
     Example:
         >>> x, y = torch.zeros(4, 1), torch.tensor([0.0, 1.0, 2.0, 1.0])
@@ -92,12 +86,6 @@ def nuts(
     """
     from pyro.infer import mcmc
 
-    layout = Layout(model, pattern)
-    if layout.size > LIMIT:
-        raise ValueError(
-            f"{layout.size} weights exceed the maximum of {LIMIT} for this sampler; use a smaller "
-            "model, or sample part of it, as in pattern='head.*'"
-        )
     model = duplicate(model).to("cpu", torch.float64)
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
     pairs = list(target.once())
@@ -114,7 +102,7 @@ def nuts(
     for word in words:
         with _Seeded(int(word)):
             start = loc + target.precision.rsqrt().clamp_max(1) * torch.randn(
-                layout.size, dtype=torch.float64
+                len(loc), dtype=torch.float64
             )
             if not math.isfinite(potential({"w": start})):
                 raise ValueError(
