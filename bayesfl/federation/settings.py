@@ -54,8 +54,8 @@ Sampling: TypeAlias = Callable[
 ]
 """A user's rule for who takes part: (round, rng, known) -> the cohort's numbers, from 0.
 
-`round` counts from 1; draws of `rng` depend on seed and round alone. `known` has what the server
-knows of every client, [J] each: "n", its number of training examples; "round", the last round in
+`round` counts from 1; draws of `rng` depend on seed and round alone. `known` has the server's
+facts about every client, [J] each: "n", its number of training examples; "round", the last round in
 which its work was accepted, 0 for none; and each report of one number that the method declares, by
 name, as the client last sent it, NaN before. Under secure sums the server sees no reports.
 """
@@ -142,7 +142,7 @@ class Settings:
         Args:
             clients: Number of clients.
             round: The round, counted from 0.
-            known: What the server knows of clients, for a user's rule, see `Sampling`.
+            known: The server's facts about clients, for a user's rule, see `Sampling`.
 
         Raises:
             ValueError: `sampling` is `poisson`: only `ClientPrivacy` has the secret for such

@@ -1,6 +1,6 @@
 """One round of a federation: clients train and reply, replies are checked, and the server combines
 them. The cohort is drawn by `Settings.cohort`, or by `ClientPrivacy`. For a rule of the user's the
-history records, in columns `known_...`, what the server knows of clients after each round.
+history records, in columns `known_...`, the server's facts about clients after each round.
 
 A `Transport` carries the messages, on one machine or between machines.
 """
@@ -24,7 +24,7 @@ from bayesfl.federation.rounds.replies import AggregationRun, Replies, ReplyFilt
 from bayesfl.federation.settings import OPEN
 
 KNOWN = "known_"
-"""Prefix of the history's columns of clients with what the server knows of them."""
+"""Prefix of the history's columns of clients with the server's facts about them."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def run_round(
 
     Returns:
         The server's next state, the history's row of this round, the ids of clients of its cohort
-        whose work was not accepted, and what the server then knows of clients, see `known_of`.
+        whose work was not accepted, and the server's facts about clients, see `known_of`.
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the
@@ -230,7 +230,7 @@ def run_round(
 
 
 def known_of(rules: Rules, history: History) -> dict[str, np.ndarray]:
-    """Return what the server knows of clients for a user's rule of sampling, [J] each, except their
+    """Return the server's facts about clients for a user's rule of sampling, [J] each, except their
     numbers of rows, see `bayesfl.federation.settings.Sampling`; empty without such a rule.
     """
     run = rules.aggregation
