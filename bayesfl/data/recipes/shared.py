@@ -101,6 +101,7 @@ class Recipe(Protocol[P]):
         self, source: SourceName = "digits", *args: P.args, **kwargs: P.kwargs
     ) -> FederatedData:
         """Make a federation."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ class Adder(Protocol):
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
         """Return the sum of the clients' summands, in float64, without reading single ones."""
+        ...
 
 
 def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
