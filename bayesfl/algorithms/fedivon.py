@@ -10,9 +10,9 @@ It sends $m_j$ and $P_j$, and
 
     $m <- sum_j P_j m_j / sum_j P_j$, $P <- J / C sum_j P_j$.
 
-So each client has a J-th of the prior, which counts once in P. The paper weighs by curvatures
-$n_j h_j$ alone, without the prior's share. Its personal form, with the server's posterior as the
-clients' prior, is not here.
+So each client has a J-th of the prior, which counts once in P. By a summary of the paper, whose
+text was not at hand, it weighs by curvatures $n_j h_j$ alone, without the prior's share. Its
+personal form, with the server's posterior as the clients' prior, is not here.
 
 Source: Pal, Gupta, Sarwar, Rai, "Federated learning with uncertainty and personalization via
 efficient second-order optimization", TMLR 2025 (arXiv:2411.18385).

@@ -45,8 +45,9 @@ class Family(ABC):
     ratio: str | None = None
     largest: float = math.inf
 
-    def check(self, y: Tensor, site: str) -> None:  # noqa: B027
-        """Raise ValueError if outcomes [n] are outside the family's range, where it has one."""
+    @abstractmethod
+    def check(self, y: Tensor, site: str) -> None:
+        """Raise ValueError if outcomes [n] are outside the family's range."""
 
     @abstractmethod
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
@@ -72,6 +73,9 @@ class Gaussian(Family):
     """
 
     name = "gaussian"
+
+    def check(self, y: Tensor, site: str) -> None:
+        """Take any numbers."""
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return half the squared residuals, with derivatives; see `Family`."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,25 +167,25 @@ def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
 @pytest.mark.parametrize("by", ["pooled", "client"])
 def test_clients_are_chosen_by_name_or_number(by: str):
     """As `Result.client` takes them; of probabilities by the names that are given."""
-    case = federation()
+    case: Any = federation()
     names = [f"town {j}" for j in range(len(case[0]))]
     for chosen in ([2, 4], ["town 2", "town 4"], np.array([2, 4]), ["town 2", 4]):
-        drawn = plots.reliability(*case, by=by, clients=chosen, names=names)  # type: ignore[arg-type]
+        drawn = plots.reliability(*case, by=by, clients=chosen, names=names)
         counts = [
             sum(bar.get_height() for bar in bars(beneath(ax), "count"))
             for ax in np.atleast_1d(drawn)
         ]
         assert sum(counts) == case[2][[2, 4]].sum()
-    one = plots.reliability(*case, by=by, clients=["town 3"], names=names)  # type: ignore[arg-type]
+    one = plots.reliability(*case, by=by, clients=["town 3"], names=names)
     assert (
         sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count"))
         == case[2][3].sum()
     )
     for wrong, words in ("twon 3", r"client 'twon 3'.*'town 3'"), (14, "0 to 13, got 14"):
         with pytest.raises(ValueError, match=words):
-            plots.reliability(*case, by=by, clients=[wrong], names=names)  # type: ignore[arg-type]
+            plots.reliability(*case, by=by, clients=[wrong], names=names)
     with pytest.raises(ValueError, match=r"names must name each of the 14 clients, got 2"):
-        plots.reliability(*case, by=by, names=["a", "b"])  # type: ignore[arg-type]
+        plots.reliability(*case, by=by, names=["a", "b"])
 
 
 def test_errors_name_the_client():
