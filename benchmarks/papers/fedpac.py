@@ -90,7 +90,7 @@ def parts(size: Size) -> dict[str, Part]:
         model=network,
         methods=METHODS,
         rounds=200 if size == "full" else 20,
-        seconds=6000 if size == "full" else 300,
+        seconds=3000 if size == "full" else 100,
         grid={"*": {"rate": RATES}},
         settings={"sampling": "fixed"},
         measure=both,
@@ -104,10 +104,10 @@ def parts(size: Size) -> dict[str, Part]:
     shift = partial(bf.data.swapped_labels, "fashion-mnist", clients=20, max_size=few * 11 // 10)
     return {
         "Fashion-MNIST": replace(
-            small, data=skewed("fashion-mnist", 600), seconds=3 * small.seconds
+            small, data=skewed("fashion-mnist", 600), seconds=max(300, small.seconds)
         ),
         "EMNIST letters": replace(small, data=skewed("emnist-letters", few)),
-        "CIFAR-10": replace(small, data=skewed("cifar10", few), seconds=3 * small.seconds),
+        "CIFAR-10": replace(small, data=skewed("cifar10", few)),
         **{
             f"Fashion-MNIST, uniform {share:g}": replace(
                 curve, data=skewed("fashion-mnist", few, uniform=share)

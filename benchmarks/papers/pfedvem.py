@@ -118,7 +118,7 @@ def parts(size: Size) -> dict[str, Part]:
         model=network,
         methods=methods(25 if full else 15),
         rounds=100 if full else 60,
-        seconds=14400 if full else 1200,
+        seconds=14400 if full else 900,
         seeds=range(5) if full else range(3),
         grid={"*": {"rate": RATES}, "pFedHN": {"rate": (0.001, 0.003, 0.01)}},
         settings={"participation": 0.1, "sampling": "bernoulli", "train": "cohort"},
