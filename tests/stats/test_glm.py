@@ -131,20 +131,21 @@ def test_errors_by_site_need_three():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "least"), [(3, 0.90), (5, 0.93)])
-def test_intervals_by_site_cover(count: int, least: float):
-    """Of a slope without effect beside sites that differ, in 200 federations."""
+def test_intervals_by_site_cover():
+    """Of a slope without effect beside three sites that differ, in 50 federations, where intervals
+    of a normal cover .75; the formulas of few sites are above.
+    """
     hit = 0
-    for seed in range(200):
-        rng = np.random.default_rng(10 * seed + count)
+    for seed in range(50):
+        rng = np.random.default_rng(10 * seed + 3)
         rows = {}
-        for site in range(count):
+        for site in range(3):
             x = rng.normal(size=40) + rng.normal()
             rows[site] = pd.DataFrame({"x": x, "y": rng.normal(0, 0.7) + rng.normal(size=40)})
         given = bf.stats.tables(rows, outcome="y", terms=["x"])
         row = bf.stats.glm(given, family="gaussian", errors="site").table().loc["x"]
         hit += row.iloc[4] <= 0 <= row.iloc[5]
-    assert hit / 200 >= least
+    assert hit / 50 >= 0.9
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
