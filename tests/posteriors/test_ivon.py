@@ -54,7 +54,7 @@ def test_steps_are_the_papers():
 
 @pytest.mark.slow
 def test_it_is_the_mean_field_optimum():
-    """Of a linear model, by batches: the posterior's mean, and 1 / the diagonal of its precision."""
+    """Of a linear model, by batches: its posterior's mean, and 1 / its precision's diagonal."""
     model, x, y = linear()
     options = {"precision": 2.0, "likelihood": Gaussian(), "steps": 1500, "betas": (0.9, 0.998)}
     found = ivon(model, x, y, batch_size=10, rate=bf.optim.cosine(0.2), **options)
