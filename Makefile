@@ -22,9 +22,9 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow --durations=10
 
-# Fifty kills over thirty rounds, twelve of a study, and two thousand mutations, where `test-slow` has a few of each.
+# Fifty kills over thirty rounds, twelve of a study, two thousand mutations, and ten Pyro models, where `test-slow` has fewer of each.
 test-durability: $(VENV)/.test
-	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py tests/study/test_study.py
+	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py tests/study/test_study.py tests/pyro/test_models.py
 
 # A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats, and regressions.
 DEPLOY ?= full

@@ -231,8 +231,9 @@ def test_offsets_and_weights():
         fit.predict(frames()["west"], site="west")
 
 
-@pytest.mark.parametrize("intercept", ["shared", "per_site"])
-@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+@pytest.mark.parametrize(
+    ("errors", "intercept"), [("model", "per_site"), ("sandwich", "shared"), ("site", "per_site")]
+)
 @pytest.mark.parametrize("family", list(OUTCOMES))
 def test_weights_say_how_often_a_row_counts(family: Any, errors: Any, intercept: Any):
     """All is as of a table in which each row stands so often."""
@@ -270,8 +271,9 @@ def test_a_site_of_one_level_is_known_by_its_weights():
     assert fit.rows["both"] == 60
 
 
-@pytest.mark.parametrize("intercept", ["shared", "per_site"])
-@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+@pytest.mark.parametrize(
+    ("errors", "intercept"), [("model", "shared"), ("sandwich", "per_site"), ("site", "shared")]
+)
 def test_the_unit_of_a_gaussian_outcome_does_not_matter(errors: Any, intercept: Any):
     """Also far from 0, and under secure sums, which round to a step."""
     options: Any = {"family": "gaussian", "errors": errors, "intercept": intercept}
