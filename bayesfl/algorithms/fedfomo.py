@@ -92,7 +92,7 @@ def fedfomo(
             return batch["weight"] @ losses / batch["weight"].sum().clamp_min(1)
 
         better = loss(own) - torch.stack([loss(w) for w in others])
-        gain = torch.where(better == 0, 0, better / (others - own).norm(dim=-1))
+        gain = torch.where((others == own).all(-1), 0, better / (others - own).norm(dim=-1))
         share = gain.clamp_min(0)
         share = share / share.sum().clamp_min(torch.finfo(share.dtype).tiny)
         return {"w": {"loc": own + share @ (others - own)}, "gain": gain}
