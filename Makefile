@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+# Python compiles what is imported, a small part of all that is installed.
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 # Bytecode is compiled once, and not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -87,7 +88,7 @@ gpu:
 wheel: $(VENV)/.test
 	rm -rf dist && $(BIN)/python -m build --quiet --wheel
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	.venv-wheel/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python ../tests/ten_lines.py
 	rm -rf .venv-wheel
 

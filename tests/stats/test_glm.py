@@ -132,20 +132,20 @@ def test_errors_by_site_need_three():
 
 @pytest.mark.slow
 def test_intervals_by_site_cover():
-    """Of a slope without effect beside three sites that differ, in 50 federations, where intervals
-    of a normal cover .75; the formulas of few sites are above.
+    """Of a slope without effect beside five sites that differ, in 60 federations, where intervals
+    of a normal cover .88; the formulas of few sites are above.
     """
     hit = 0
-    for seed in range(50):
-        rng = np.random.default_rng(10 * seed + 3)
+    for seed in range(60):
+        rng = np.random.default_rng(10 * seed + 5)
         rows = {}
-        for site in range(3):
+        for site in range(5):
             x = rng.normal(size=40) + rng.normal()
             rows[site] = pd.DataFrame({"x": x, "y": rng.normal(0, 0.7) + rng.normal(size=40)})
         given = bf.stats.tables(rows, outcome="y", terms=["x"])
         row = bf.stats.glm(given, family="gaussian", errors="site").table().loc["x"]
         hit += row.iloc[4] <= 0 <= row.iloc[5]
-    assert hit / 50 >= 0.9
+    assert hit / 60 >= 0.92
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
