@@ -98,7 +98,7 @@ def implemented() -> str:
         return e.paper if e.paper == "-" else f"[{e.paper}](https://arxiv.org/abs/{ARXIV[e.name]})"
 
     lines = [
-        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never "
+        "| method | in `bf.algorithms` | paper | posterior of a client | sent each round | never "
         "leaves the client |",
         "|---|---|---|---|---|---|",
     ]
