@@ -851,6 +851,9 @@ WAYS: dict[str, dict[str, Way]] = {
     "network": {
         "nuts, all rows": Way(network_by_nuts, 20, ("nuts",)),
         **of_one_model(a_network, 60),
+        "qlsd, 1,500 rounds": Way(
+            trained(QLSD, chains_at_rows, model=a_network, rounds=1500), 20, ("qlsd",)
+        ),
         "bpfed": Way(
             trained(predicting(BPFED, LinearisedBelief()), predictions, model=a_network),
             60,
