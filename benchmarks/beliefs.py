@@ -709,7 +709,7 @@ LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
 PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
-FEDIVON = partial(METHODS.fedivon, optimiser=IVON(cosine(0.1)), draws=4, epochs=20)
+FEDIVON = partial(METHODS.fedivon, optimiser=IVON(cosine(0.1)), draws=4, steps=40)
 FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
 QLSD = partial(METHODS.qlsd, chains=50, step=2e-4, levels=127)
 BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
@@ -851,6 +851,9 @@ WAYS: dict[str, dict[str, Way]] = {
     "network": {
         "nuts, all rows": Way(network_by_nuts, 20, ("nuts",)),
         **of_one_model(a_network, 60),
+        "qlsd, 1,500 rounds": Way(
+            trained(QLSD, chains_at_rows, model=a_network, rounds=1500), 20, ("qlsd",)
+        ),
         "bpfed": Way(
             trained(predicting(BPFED, LinearisedBelief()), predictions, model=a_network),
             60,
