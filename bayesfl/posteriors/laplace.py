@@ -20,7 +20,6 @@ ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a 
 overconfidence in ReLU networks", ICML 2020; for `kfac` see `bayesfl.curvature.kronecker`.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -289,12 +288,6 @@ class Laplace(Drawn):
     def log_det(self) -> Tensor:
         """Compute the log determinant of the posterior precision H_S, in nats."""
         return self.inverse.log_det()
-
-    def entropy(self) -> Tensor:
-        """Compute the differential entropy of the selected weights, in nats; the other weights are
-        constants and contribute nothing.
-        """
-        return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
     def log_marginal_likelihood(
         self, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0

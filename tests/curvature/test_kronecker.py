@@ -227,11 +227,6 @@ def test_it_is_the_matrix_written_out(make, backend, likelihood):
         assert_close(fitted.moments(), (fitted.loc, covariance.diagonal()), **EXACT)
         assert_close(fitted.log_det(), torch.logdet(h), **EXACT)
         assert_close(
-            fitted.entropy(),
-            torch.distributions.MultivariateNormal(fitted.loc, precision_matrix=h).entropy(),
-            **EXACT,
-        )
-        assert_close(
             fitted.linearised(new, centre=False),
             (model(new).detach(), j @ covariance @ j.mT),
             **EXACT,

@@ -41,7 +41,6 @@ def laplace(structure: str, **more: Any) -> list[Tensor]:
         *fitted.predict(x).values(),
         *fitted.predict(x, noise=torch.ones(2, 60, 3)).values(),
         *draws.predict(x).values(),
-        draws.covariance(),
         by_evidence(fitted, x).precision,
         by_validation(fitted, x, x, y).moments()[1],
         torch.tensor(predictive_nll(fitted, x, y)),
@@ -64,7 +63,6 @@ def variational(family: Any) -> list[Tensor]:
         *fitted.moments(),
         fitted.elbo(x, y, draws=2),
         *fitted.predict(x, draws=3).values(),
-        draws.covariance(),
     ]
 
 
