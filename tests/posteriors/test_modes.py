@@ -58,8 +58,8 @@ def pooled(structure: Any) -> list[Tensor]:
 def variational(family: Any) -> list[Tensor]:
     x, y = rows()
     fitted = family.fit(MODEL, x, y, steps=5, **PRIOR)
-    draws = fitted.sample(3)
     return [
+        fitted.sample(3).draws,
         *fitted.moments(),
         fitted.elbo(x, y, draws=2),
         *fitted.predict(x, draws=3).values(),
