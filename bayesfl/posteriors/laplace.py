@@ -386,7 +386,7 @@ class Laplace(Drawn):
             _check_count(self.examples, count(of_batch(x)))
         prior = self.curvature.vector(precision)
         if isinstance(self.inverse, Kronecker):
-            inverse = self.inverse.with_precision(prior, self.diagonal)
+            inverse = self.inverse.with_precision(prior)
         else:
             inverse = _inverse(
                 self.curvature,
@@ -475,7 +475,7 @@ def _inverse(
         raise TypeError(f"structure {structure!r} needs the inputs x of the fit")
     same = _Same(x, examples, curvature.device)
     if structure == "kfac":
-        return kronecker.invert_factors(curvature, same, prior, diagonal=diagonal)
+        return kronecker.invert_factors(curvature, same, prior)
     return invert(curvature, same, prior, indices=indices, diagonal=diagonal, weight=weight)
 
 
