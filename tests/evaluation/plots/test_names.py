@@ -70,10 +70,6 @@ class Named(nn.Module):
         return x @ next(self.parameters()).T
 
 
-def posterior_of(name: str) -> Any:
-    return bf.posteriors.Laplace.fit(Named(name), torch.randn(9, 3), precision=1.0)
-
-
 def alarm() -> Alarm:
     return Alarm([0.1, 0.2, 0.3], delta=0.05).see([0.25, 0.15])
 
@@ -94,7 +90,6 @@ DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "kaplan_meier": lambda n, r: bf.plots.kaplan_meier(survival_of(n)),
     "labels": lambda n, r: bf.plots.labels(r.data),
     "learning_curves": lambda n, r: bf.plots.learning_curves({n: r, "b": r}),
-    "marginals": lambda n, r: bf.plots.marginals({n: posterior_of(n), "b": posterior_of(n)}),
     "paired": lambda n, r: bf.plots.paired(bf.table({n: r, "b": r}), n, "b"),
     "predictions": lambda n, r: bf.plots.predictions(fitted(), torch.randn(5, 2), title=n),
     "reliability": lambda n, r: bf.plots.reliability(r, by="client", title=n),
