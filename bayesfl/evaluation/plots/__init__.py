@@ -14,7 +14,7 @@ from bayesfl.evaluation.plots.forest import forest
 from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
 from bayesfl.evaluation.plots.posteriors import predictions
-from bayesfl.evaluation.plots.promises import coverage, evidence
+from bayesfl.evaluation.plots.promises import coverage
 from bayesfl.evaluation.plots.studies import paired, study
 from bayesfl.evaluation.plots.survival import kaplan_meier
 
@@ -22,7 +22,6 @@ __all__ = [
     "OKABE_ITO",
     "client_curves",
     "coverage",
-    "evidence",
     "forest",
     "interval_reliability",
     "kaplan_meier",
