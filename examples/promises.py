@@ -107,7 +107,7 @@ def main() -> None:
     audit = served.audit()
     lines += [
         "",
-        audit.table(),
+        str(audit),
         "",
         "last evidence on the rows of (column) by the alarm of (row), * where it ever reached 20:",
     ]
