@@ -490,7 +490,9 @@ def common_fit(fed: Federation) -> Belief:
     mean = (at @ fit.estimate).numpy()
     sd = torch.einsum("np,pq,nq->n", at, fit.covariance, at).sqrt().numpy()
     tiled = (np.tile(t, (len(fed.x), 1)) for t in (mean, sd))
-    return Belief(*tiled, rounds=fit.questions, bytes=max(fit.released.bytes.values()))
+    return Belief(
+        *tiled, rounds=len(fit.released.questions), bytes=max(fit.released.bytes.values())
+    )
 
 
 def mixed_fit(fed: Federation, **options: Any) -> Belief:
@@ -498,7 +500,7 @@ def mixed_fit(fed: Federation, **options: Any) -> Belief:
     effects = ["1", *fed.sites.columns]
     fit = bf.stats.mixed(fed.sites, family=fed.family, random=effects, seed=fed.seed, **options)
     own = torch.stack([fit.own[name][:, 0] for name in fed.sites.names], 1)
-    sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
+    sent = {"rounds": len(fit.released.questions), "bytes": max(fit.released.bytes.values())}
     if fed.at is None:
         return Belief.drawn(torch.cat([own, fit.shared.unsqueeze(1)], 1), **sent)
     at = torch.from_numpy(np.column_stack([np.ones(NEW), fed.at]))
@@ -529,7 +531,7 @@ def by_program(fed: Federation) -> Belief:
     own = np.stack([fit.local(site)["own"].numpy() for site in rows], 1)
     shared = np.stack([fit.draws[name].numpy() for name in names], 1)
     drawn = np.concatenate([beside(own, len(names)), shared[:, None]], 1)
-    sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
+    sent = {"rounds": len(fit.released.questions), "bytes": max(fit.released.bytes.values())}
     return Belief.drawn(drawn, **sent)
 
 

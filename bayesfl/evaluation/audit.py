@@ -170,10 +170,6 @@ class Audit(Shown):
             ]
         return Sheet(shown, notes=tuple(self._said()))
 
-    def table(self) -> str:
-        """Return the audit as text, with notes on chance below it."""
-        return str(self.sheet())
-
     def _pooled(self, counts: int, rows: int) -> str:
         low, high = clopper_pearson(np.array(counts), np.array(rows), self.delta)
         return f"{counts / rows:.2f}, {low:.2f} to {high:.2f} with probability {1 - self.delta:g}"

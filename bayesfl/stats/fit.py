@@ -92,16 +92,6 @@ class Refits(Answered, ABC):
     said: tuple[str, ...] = ()
     refit: Callable[[Sequence[str]], Any]
 
-    @property
-    def n(self) -> float:
-        """Return the number of rows of all sites, counted by weight."""
-        return sum(self.rows.values())
-
-    @property
-    def questions(self) -> int:
-        """Return the number of questions."""
-        return len(self.released.questions)
-
     def interval(self, term: str, level: float) -> dict[str, float]:
         """Return `estimate`, `low` and `high` of a coefficient."""
         row = self.table(level).loc[term]
@@ -126,9 +116,10 @@ class Refits(Answered, ABC):
             for site, count in self.rows.items()
         ]
         lines = [
-            f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
+            f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows: "
+            f"{'; '.join(with_events)}",
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            f"{self.questions} questions; "
+            f"{len(self.released.questions)} questions; "
             + ", ".join(
                 f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
                 for what, value in self._facts().items()
@@ -191,7 +182,7 @@ class Refits(Answered, ABC):
             parts,
             lead="A fit to the rows of several sites, which stayed there. What each sent is listed "
             f"below; {self.released.judged}.",
-            headline={"sites": len(self.rows), **large, "questions": self.questions},
+            headline={"sites": len(self.rows), **large, "questions": len(self.released.questions)},
         )
 
     def without(self, *sites: str) -> Any:
@@ -362,11 +353,6 @@ class Fit(Compared):
     degrees: float | Tensor | None = None
     scale: float = 1.0
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def coefficients(self) -> Any:
-        """Return the estimates as a series of pandas, by name."""
-        return pandas.Series(self.estimate.numpy(), index=list(self.names))
 
     def table(self, level: float = 0.95) -> Any:
         """Return estimates, errors, statistics, p values and intervals as a data frame of pandas.

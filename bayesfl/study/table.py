@@ -547,13 +547,10 @@ class Table:
         return Sheet({}, head, tuple(lines))
 
     def _remarks(self) -> Sheet:
-        """Return the notes, with how phases were scaled and which runs failed."""
+        """Return the notes, with how phases were scaled, what privacy was spent and which runs
+        failed.
+        """
         scaled = [f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled]
-        told = dict.fromkeys([*self.notes, *scaled, *self._epsilons(), *self._failures()])
-        return Sheet({}, "", tuple(told))
-
-    def _epsilons(self) -> list[str]:
-        """Return the privacy loss of each method's runs under `ClientPrivacy`, in words."""
         spent = {
             method: [
                 row.record.history["epsilon"][-1]
@@ -562,12 +559,14 @@ class Table:
             ]
             for method in self.methods
         }
-        return [
+        epsilons = [
             f"{method}: epsilon {max(each):.3g} for each run, {sum(each):.3g} for all {len(each)} "
             "together where they have the same clients"
             for method, each in spent.items()
             if each
         ]
+        told = dict.fromkeys([*self.notes, *scaled, *epsilons, *self._failures()])
+        return Sheet({}, "", tuple(told))
 
     def _failures(self) -> list[str]:
         """Return the number of failed runs of each method, with the first error of each kind."""

@@ -26,7 +26,10 @@ def test_each_sites_own_estimate(intercept: Any):
         row = found.loc[site.name]
         close(row["estimate"], own.params[2], rtol=0, atol=1e-8)
         close([row["low"], row["high"]], own.conf_int(0.1)[2], rtol=0, atol=1e-7)
-    assert found["rows"].tolist() == [*(SIZES[site] for site in sorted(SIZES)), fit.n]
+    assert found["rows"].tolist() == [
+        *(SIZES[site] for site in sorted(SIZES)),
+        sum(fit.rows.values()),
+    ]
     joint = fit.table(0.9).loc["kind[b]"]
     assert found.loc["all sites", "low"] == joint["5 %"]
     assert set(found["why"]) == {""}

@@ -62,7 +62,7 @@ def test_the_pooled_table(family: Any, intercept: Any):
         close(alpha, params[-1], rtol=1e-7)
         close(alpha * float(fit.covariance[-1, -1].sqrt()), errors[-1], rtol=1e-5)
     k = len(params) + (family == "gaussian")
-    assert (fit.parameters, fit.n) == (k, sum(SIZES.values()))
+    assert (fit.parameters, sum(fit.rows.values())) == (k, sum(SIZES.values()))
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -173,7 +173,7 @@ def test_probability_weights(family: Any, unit: float):
     off = 1e-6 if family == "log_binomial" else 1e-10
     close(fit.estimate, wanted.params, rtol=0, atol=off)
     close(fit.table()["se"], wanted.bse, rtol=10 * off)
-    assert (fit.n, fit.errors) == (sum(SIZES.values()), "the sandwich, by rows")
+    assert (sum(fit.rows.values()), fit.errors) == (sum(SIZES.values()), "the sandwich, by rows")
     assert "under probability weights" in str(fit)
     for call, words in (
         (lambda: fit.aic, "AIC rests on the likelihood"),
@@ -299,7 +299,11 @@ def test_the_unit_of_a_gaussian_outcome_does_not_matter(errors: Any, intercept: 
         known = wanted.own_intercepts.get("west", float(wanted.estimate[0]))
         close((start - centre) / unit, known, rtol=0, atol=100 * off)
         close(fit.scale / unit**2, wanted.scale, rtol=off)
-        close(fit.log_likelihood + fit.n * np.log(unit), wanted.log_likelihood, rtol=off)
+        close(
+            fit.log_likelihood + sum(fit.rows.values()) * np.log(unit),
+            wanted.log_likelihood,
+            rtol=off,
+        )
         found = fit.diagnostics().deviance
         assert found is not None
         close(found / unit**2, deviance, rtol=off)
@@ -576,7 +580,7 @@ def test_separation_does_not_depend_on_units():
                 bf.stats.glm(bf.stats.tables(parts, outcome="ill", **options), family="binomial")
             given = bf.stats.tables(parts, outcome="nearly", **options)
             fit = bf.stats.glm(given, family="binomial")
-            close(unit * float(fit.coefficients["x"]), slope, rtol=1e-7)
+            close(unit * float(fit.table()["coef"]["x"]), slope, rtol=1e-7)
 
 
 def test_what_separates_is_named():

@@ -510,7 +510,9 @@ def test_own_coefficients_lie_between_own_fits_and_the_federations(fit: Mixed):
     assert at_sites.index.levels[1].tolist() == ["(intercept)", "age"]
     shrunk = at_sites["mean"].xs("age", level=1).std()
     own = [
-        float(bf.stats.glm(sites("binomial").only([site]), family="binomial").coefficients["age"])
+        float(
+            bf.stats.glm(sites("binomial").only([site]), family="binomial").table()["coef"]["age"]
+        )
         for site in sorted(SIZES)
     ]
     assert shrunk < np.std(own)

@@ -296,9 +296,7 @@ def _coverage(run: Any, predicted: Predictions) -> list[Section]:
     told = f"<p>Sets or intervals should contain the truth with probability {audit.level:g}.</p>"
     drawn = picture(plots.coverage(audit), "coverage by client")
     counts = table({in_prose(key).removeprefix("coverage "): of for key, of in shown.items()})
-    if len(audit.units) > 40:  # the picture is too wide for half a page
-        return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
-    return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
+    return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
 
 
 def _sent(found: Mapping[str, Any], run: Any) -> str:

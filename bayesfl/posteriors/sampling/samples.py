@@ -71,10 +71,6 @@ class Samples:
         flat = self.draws.flatten(0, 1)
         return flat.mean(0), flat.var(0)
 
-    def covariance(self) -> Tensor:
-        """Return the covariance of the weights over all draws, [D, D]."""
-        return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
-
     def outputs(self, x: Data) -> Tensor:
         """Compute the network's outputs at every draw of all chains, [K S, N, O].
 

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.audit import Audit
 
 pytest.importorskip("matplotlib")
-from matplotlib.figure import Figure
 
 from tests.evaluation.plots.made import bars
 
@@ -96,25 +94,3 @@ def test_widths_without_end_are_hatched():
     assert plots.coverage(dataclasses.replace(numbers, size=np.full(4, np.inf))).axes
     assert lower.get_ylabel() == "width"
     figure.canvas.draw()
-
-
-def test_evidence_is_drawn_from_one():
-    """After every row, with the height at which it is raised, and a mark where it first was."""
-    rng = np.random.default_rng(0)
-    strange = Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2)
-    usual = Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60))
-    mine = Figure().add_subplot()
-    ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
-    lines = {str(line.get_label()): line for line in ax.lines}
-    np.testing.assert_allclose(lines["usual"].get_ydata(), [1.0, *usual.history])
-    assert list(lines["_raised at 20"].get_ydata()) == [20, 20]
-    assert [text.get_text() for text in ax.texts] == ["raised at 20"]
-    (mark,) = [line for line in ax.lines if line.get_gid() == "raised"]
-    assert list(mark.get_xdata()) == [strange.raised_after]
-    assert (ax, ax.get_yscale()) == (mine, "log")
-    ax.figure.canvas.draw()
-    assert ax.get_xlabel() == "rows seen"
-    long = plots.evidence(Alarm(np.zeros(50)).see(np.arange(1.0, 200.0)))
-    assert long.get_ylim()[1] == 1e9
-    with pytest.raises(ValueError, match="too many values"):
-        plots.evidence({"a": strange, "b": Alarm([1.0], delta=0.1)})
