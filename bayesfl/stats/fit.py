@@ -106,7 +106,7 @@ class Refits(Answered, ABC):
         """Return `estimate`, `low` and `high` of a coefficient."""
         row = self.table(level).loc[term]
         return dict(
-            zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(like=" %")), strict=True)
+            zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(regex=" %$")), strict=True)
         )
 
     @abstractmethod
@@ -323,6 +323,16 @@ class Compared(Refits, ABC):
         ]
         return "\n".join(filter(None, lines))
 
+    def _with_ratios(self, table: Any) -> Any:
+        """Return a table with the exponentials of the estimates and of the ends of intervals of
+        `names`, if these are logarithms of ratios.
+        """
+        if self.ratio is None:
+            return table
+        with np.errstate(over="ignore"):  # of a column in a large unit
+            ratios = np.exp(table.loc[list(self.names)].filter(regex="^coef$|^mean$| %$"))
+        return table.join(ratios.add_prefix("exp(").add_suffix(")"))
+
     def _asked(self, question: str, *given: Any) -> Any:
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
@@ -371,6 +381,9 @@ class Fit(Compared):
     def table(self, level: float = 0.95) -> Any:
         """Return estimates, errors, statistics, p values and intervals as a data frame of pandas.
 
+        If coefficients are logarithms of ratios, `exp(coef)` is the ratio, and `exp(2.5 %)` and
+        `exp(97.5 %)` are the ends of its interval.
+
         Args:
             level: Probability of the intervals.
         """
@@ -386,12 +399,9 @@ class Fit(Compared):
             f"{50 * (1 - level):g} %": estimate - reach,
             f"{50 * (1 + level):g} %": estimate + reach,
         }
-        if self.ratio is not None:
-            with np.errstate(over="ignore"):  # of a column in a large unit
-                columns["exp(coef)"] = np.exp(estimate)
         if isinstance(self.degrees, Tensor):
             columns["df"] = self.degrees.numpy()
-        return pandas.DataFrame(columns, index=list(self.names))
+        return self._with_ratios(pandas.DataFrame(columns, index=list(self.names)))
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts about the fit, {what: value}, for a report."""
