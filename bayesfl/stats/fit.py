@@ -103,8 +103,17 @@ class Refits(Answered, ABC):
         return len(self.released.questions)
 
     def interval(self, term: str, level: float) -> dict[str, float]:
-        """Return `estimate`, `low` and `high` of a coefficient."""
-        row = self.table(level).loc[term]
+        """Return `estimate`, `low` and `high` of a coefficient.
+
+        Raises:
+            ValueError: There is no such coefficient.
+        """
+        try:
+            row = self.table(level).loc[term]
+        except KeyError:
+            raise ValueError(
+                f"there is no coefficient {term!r}; there are {list(self.table().index)}"
+            ) from None
         return dict(
             zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(regex=" %$")), strict=True)
         )
@@ -230,6 +239,7 @@ class Refits(Answered, ABC):
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         rows: dict[str, dict[str, Any]] = {}
+        whole = self.interval(term, level)
         for name, sites in parts.items():
             try:
                 with self.released.also():
@@ -239,8 +249,7 @@ class Refits(Answered, ABC):
                 row = {"why": str(error).partition(":")[0].partition(", so")[0]}
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
-        everyone = sum(self.rows.values())
-        rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
+        rows["all sites"] = {"rows": self.n, **whole, "why": ""}
         found = pandas.DataFrame.from_dict(rows, orient="index")
         return found[["estimate", "low", "high", "rows", "why"]]
 
@@ -331,7 +340,7 @@ class Compared(Refits, ABC):
             return table
         with np.errstate(over="ignore"):  # of a column in a large unit
             ratios = np.exp(table.loc[list(self.names)].filter(regex="^coef$|^mean$| %$"))
-        return table.join(ratios.add_prefix("exp(").add_suffix(")"))
+            return table.join(ratios.add_prefix("exp(").add_suffix(")"))
 
     def _asked(self, question: str, *given: Any) -> Any:
         if question not in self.further:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from bayesfl.data.names import natural
 from bayesfl.evaluation.plots.look import (
     BLUE,
     GREY,
@@ -12,7 +13,6 @@ from bayesfl.evaluation.plots.look import (
     Axes,
     finish,
     literal,
-    natural,
     new_figure,
 )
 
