@@ -276,9 +276,9 @@ def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
     if here := _here(asked, names):
         return here[:most]
     asked, folded = asked.casefold(), {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(asked, list(folded), n=most, cutoff=0.5)
-    near = dict.fromkeys([*(key for key in folded if key.endswith(f"_{asked}")), *near])
-    return [folded[key] for key in near][:most] or list(names[:most])
+    ends = [key for key in folded if key.endswith(f"_{asked}")]
+    near = [*ends, *difflib.get_close_matches(asked, list(folded), n=most, cutoff=0.5)]
+    return [folded[key] for key in dict.fromkeys(near)][:most] or list(names[:most])
 
 
 def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:

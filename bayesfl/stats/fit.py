@@ -232,10 +232,11 @@ class Refits(Answered, ABC):
                 "leave_one_out is not available where answers are added unseen: the sum of all "
                 "sites minus that of all but one is one site's answer. without() leaves several out"
             )
-        parts = {
-            f"without {site}": [name for name in self.rows if name != site] for site in self.rows
-        }
-        return self._refitted(parts, term, level)
+        return self._refitted(
+            {f"without {site}": [name for name in self.rows if name != site] for site in self.rows},
+            term,
+            level,
+        )
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         rows: dict[str, dict[str, Any]] = {}

@@ -313,9 +313,7 @@ class Table:
         table = self._settled()
         wanted = table._columns(columns)
         values: dict[str, dict[str, list[float]]] = {}
-        for method in table.methods:
-            if method == reference:
-                continue
+        for method in (name for name in table.methods if name != reference):
             pairs = [
                 (one.measures(table.at, table.by), other.measures(table.at, table.by))
                 for one, other in table.pairs(reference, method)
@@ -356,14 +354,19 @@ class Table:
         table = self._settled()
         found = [row for row in table._of(method) if row.seed == seed]
         if not found:
-            seeds = sorted({row.seed for row in table._of(method)})
-            raise ValueError(f"{method} has no seed {seed}; its seeds are {seeds}")
+            raise ValueError(
+                f"{method} has no seed {seed}; its seeds are "
+                f"{sorted({row.seed for row in table._of(method)})}"
+            )
         if found[0].load is None:
             error = found[0].record.error
-            reason = "was not kept; run the study with keep='result'"
             raise ValueError(
                 f"the run of {method} with seed {seed} "
-                + (reason if error is None else f"failed: {_error(error)}")
+                + (
+                    "was not kept; run the study with keep='result'"
+                    if error is None
+                    else f"failed: {_error(error)}"
+                )
             )
         return found[0].load()
 

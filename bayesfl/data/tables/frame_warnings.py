@@ -52,9 +52,6 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
                     f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
                     "as in another unit"
                 )
-        told += (
-            [f"{name!r} looks like an identifier, as its means differ at {len(far)} clients"]
-            if len(far) > max(2, len(of) / 2)
-            else far
-        )
+        one = [f"{name!r} looks like an identifier: its means differ between most clients"]
+        told += one if len(far) > max(2, len(of) / 2) else far
     return told[:10] + [f"and {len(told) - 10} more"] * (len(told) > 10)

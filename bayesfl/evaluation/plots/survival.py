@@ -38,8 +38,7 @@ def kaplan_meier(
         >>> bf.plots.kaplan_meier(curves).get_ylabel()
         'survival'
     """
-    height = 3.6 + 0.22 * len(found.groups)
-    ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
+    ax = new_figure((5.6, 3.6 + 0.22 * len(found.groups))).add_subplot() if ax is None else ax
     times, survival = found.times.numpy(), found.survival.numpy()
     low, high = (t.numpy() for t in found.interval(level))
     looks = list(lines(found.groups))
@@ -63,11 +62,10 @@ def _numbers(ax: "Axes", found: Any, colours: list[str]) -> None:
     """Write below the axes the number of rows at risk in each group at the ticks."""
     times, counts = found.times.numpy(), found.at_risk.numpy()
     ticks = [t for t in ax.get_xticks() if 0 <= t <= ax.get_xlim()[1]]
-    several = len(found.groups) > 1
-    heads = [("at risk", -46 + 13 * several, INK)]
+    heads = [("at risk", -33 if len(found.groups) > 1 else -46, INK)]
     for place, (group, colour) in enumerate(zip(found.groups, colours, strict=True)):
         below = -46 - 13 * place  # points
-        heads += [(group, below, colour)] * several
+        heads += [(group, below, colour)] * (len(found.groups) > 1)
         for tick in ticks:
             at = int(np.searchsorted(times, tick * (1 - 1e-9)))
             number = counts[place, at] if at < len(times) else 0

@@ -196,10 +196,10 @@ def test_how_far_survival_may_be_off_on_a_grid():
     t, c = rng.weibull(0.8, 4000) * 10 + 1e-3, rng.exponential(12, 4000)
     rows = pd.DataFrame({"t": np.minimum(t, c), "d": t <= c})
     given = bf.stats.tables({"a": rows[::2], "b": rows[1::2]}, also=["t", "d"])
-    with pytest.warns(
-        UserWarning,
-        match=r"survival may be off by .* standard errors.*Estimates from time [\d.]+ on are unreliable",
-    ):
+    told = (
+        r"survival may be off by .* standard errors.*Estimates from time [\d.]+ on are unreliable"
+    )
+    with pytest.warns(UserWarning, match=told):
         found = bf.stats.kaplan_meier(given, time="t", event="d")
     n, d = found.at_risk[0].tolist(), found.events[0].tolist()
     off = [0.0] * len(n)
