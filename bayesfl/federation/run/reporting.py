@@ -60,7 +60,7 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
         predicted = run.known_of(tests)
         measures = predicted.measured()
         summary, rows = measures.summary(), measures.table(run.known.client_names)
-        if (often := known.most_frequent("test")) is not None:
+        if (often := run.data.most_frequent("test")) is not None:
             rows["most_frequent_class"] = often
             summary["most_frequent_class"] = float(np.nanmean(often))
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
