@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
+from bayesfl.data.names import natural
 from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
@@ -382,7 +383,7 @@ def tables(
     beside = tuple(name for name in (outcome, offset, weights) if name is not None)
     wanted = dict.fromkeys((*beside, *also))
     sites, gaps = [], {}
-    for name in sorted(frames):  # so that sums do not depend on the order given
+    for name in sorted(frames, key=natural):  # so that sums do not depend on the order given
         frame = frames[name]
         x = design(frame, parts, name).numpy()
         given = {column: numbers(frame, column, name) for column in beside}

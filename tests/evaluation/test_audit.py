@@ -125,15 +125,16 @@ def test_intervals_are_shared_among_units():
     for words in (
         "nobody     0",
         "All intervals of a column hold together with probability 0.9.",
-        f"the worst would read {found.worst_by_chance:.2f} on average",
+        f"the lowest observed coverage would average {found.worst_by_chance:.2f}.",
     ):
         assert words in str(found)
 
 
-def test_who_is_below_the_promise():
+def test_who_is_below_nominal_coverage():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
-    assert "Below the promise: b." in str(found)
+    assert "Nominal coverage 0.9. With exact coverage" in str(found)
+    assert "Significantly below it: b." in str(found)
     assert "left out" not in str(found)
     one = {"units": ("a",), "rows": np.array([200]), "held": np.array([184])}
     assert "1 clients" not in str(dataclasses.replace(found, **one))
@@ -220,12 +221,12 @@ def test_numbers_have_widths():
         audited(Counting("label", ("a",)), given, Outputs("regression", 2))
 
 
-def test_without_sets_there_is_no_promise():
+def test_without_sets_there_is_no_nominal_coverage():
     given = dataclasses.replace(of_classes(), sets=None, level=None)
     found = audited(Counting("client", ("a", "b", "c")), given)
     assert (found.coverage, found.below) == (None, ())
     assert np.isnan(found.worst_by_chance)
-    assert not any(word in str(found) for word in ("coverage", "Promised"))
+    assert not any(word in str(found) for word in ("coverage", "Nominal"))
 
 
 def test_groups_have_names():
@@ -266,7 +267,7 @@ def test_answers_are_counted_among_themselves():
     low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
     line = (
         f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} with "
-        "probability 0.95; promised: at most 0.3."
+        "probability 0.95; nominal: at most 0.3."
     )
     assert line in str(found)
     assert "answered" not in str(audited(Counting("client", ("a", "b", "c")), given))

@@ -55,6 +55,9 @@ def test_the_pooled_table(family: Any, intercept: Any):
     close(fit.estimate[:q], params[:q], rtol=0, atol=1e-6 if family == "log_binomial" else 1e-8)
     close(fit.covariance.diagonal().sqrt()[:q], errors[:q], rtol=0, atol=1e-7)
     close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-9)
+    if fit.ratio is not None:
+        ends = np.exp(np.asarray(wanted.conf_int())[:q])
+        close(fit.table()[["exp(2.5 %)", "exp(97.5 %)"]].iloc[:q], ends, rtol=1e-5)
     assert own == (0 if intercept == "shared" else len(SIZES))
     close(list(fit.own_intercepts.values()), params[q : q + own], rtol=0, atol=1e-7)
     if family == "negative_binomial":

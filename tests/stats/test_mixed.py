@@ -489,6 +489,9 @@ def test_a_fit_says_what_it_rests_on(fit: Mixed):
         "correlation (intercept), age",
         "intraclass correlation",
     ]
+    ratios = fit.table()[["exp(mean)", "exp(2.5 %)", "exp(97.5 %)"]]
+    close(ratios.iloc[:4], fit.table()[["mean", "2.5 %", "97.5 %"]].iloc[:4].map(np.exp))
+    assert ratios.iloc[4:].isna().all(axis=None)
     assert fit.rows == dict(sorted(SIZES.items()))
     for words in (
         "own effects of each site",

@@ -3,7 +3,6 @@ pyplot, axes.
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from itertools import cycle, product
@@ -120,11 +119,6 @@ def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(True, axis=grid, color="0.9", linewidth=0.8)
-
-
-def natural(name: str) -> list[Any]:
-    """Return a key that sorts H2 before H10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def finish(

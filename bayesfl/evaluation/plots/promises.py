@@ -113,14 +113,14 @@ def _covered(ax: "Axes", beneath: "Axes", found: Any, top: float, *, alone: bool
     below, kind = np.isin(found.units, found.below)[places], f"a {found.by}"
     for which, colour, marker, label in (
         (~below, BLUE, "o", kind),
-        (below, RED, "D", f"{kind} below the promise"),
+        (below, RED, "D", f"{kind} below the level"),
     ):
         if which.any():
             look: dict[str, Any] = {"color": colour, "markersize": 4.5, "label": label}
             ax.plot(places[which], share[which], marker, gid=label, **look)
     worst = "worst by chance" + (f": {found.worst_by_chance:.2f}" if alone else "")
     for height, dashes, label in (
-        (found.level, (4, 3), f"promised: {found.level:g}"),
+        (found.level, (4, 3), f"nominal: {found.level:g}"),
         (found.worst_by_chance, (1, 2), worst),
     ):
         ax.axhline(height, linestyle=(0, dashes), color=INK, linewidth=1, label=label)
