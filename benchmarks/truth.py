@@ -20,6 +20,7 @@ are there).
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -257,37 +258,45 @@ def draw(saved: dict[str, Any]) -> None:
         for key, cell in saved["cells"].items()
         if "coverage" in cell and cell["federations"] > 1
     ]
-    problems = dict.fromkeys(key.split("/")[0] for key, _ in rows)
-    figure = new_figure((7.2, 0.31 * (len(rows) + 1.5 * len(problems)) + 0.7))
-    ax, place, ticks = figure.subplots(), 0.0, {}
-    for level in LEVELS.values():
-        ax.axvline(level, color="0.6", linewidth=1)
-    for problem in problems:
-        place += 1.5
-        over = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.text(0.01, place - 0.9, TITLES[problem], weight="bold", fontsize="large", bbox=over)
-        for key, cell in rows:
-            if not key.startswith(f"{problem}/"):
-                continue
-            for (name, (share, error)), (colour, marker) in zip(
-                cell["coverage"].items(), LOOKS, strict=True
-            ):
-                trials = share * (1 - share) / error**2 if error else cell["federations"]
-                trials = np.array(max(1, round(min(trials, cell["intervals"]))))
-                low, high = clopper_pearson(np.round(share * trials), trials, 0.05)
-                ax.plot([low, high], [place, place], color=colour, linewidth=2)
-                label = f"{name} % intervals" if not ticks else None
-                ax.plot(share, place, marker, color=colour, markersize=6, label=label)
-            ticks[place] = key.split("/")[1]
-            place += 1
-    ax.set_yticks(list(ticks), list(ticks.values()))
-    ax.set(
-        xlim=(0, 1.02), ylim=(place, -0.2), xlabel="share of intervals that have the truth in them"
-    )
-    ax.set_xticks([0, 0.25, 0.5, 0.75, 0.9, 1], ["0", "0.25", "0.5", "0.75", "0.9", "1"])
-    clean(ax)
-    ax.tick_params(labelsize="medium")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    problems = Counter(key.split("/")[0] for key, _ in rows)
+    middle = (len(rows) + 1.5 * len(problems)) / 2
+    columns: tuple[list[str], list[str]] = [], []
+    height = 0.0
+    for problem in filter(problems.get, TITLES):
+        columns[height + problems[problem] / 2 > middle].append(problem)
+        height += problems[problem] + 1.5
+    lengths = [sum(problems[one] + 1.5 for one in column) for column in columns]
+    figure = new_figure((11, 0.31 * max(lengths) + 0.7))
+    for ax, column in zip(figure.subplots(1, 2), columns, strict=True):
+        place, ticks = 0.0, {}
+        for level in LEVELS.values():
+            ax.axvline(level, color="0.6", linewidth=1)
+        for problem in column:
+            place += 1.5
+            over = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            ax.text(0.01, place - 0.9, TITLES[problem], weight="bold", fontsize="large", bbox=over)
+            for key, cell in rows:
+                if not key.startswith(f"{problem}/"):
+                    continue
+                for (name, (share, error)), (colour, marker) in zip(
+                    cell["coverage"].items(), LOOKS, strict=True
+                ):
+                    trials = share * (1 - share) / error**2 if error else cell["federations"]
+                    trials = np.array(max(1, round(min(trials, cell["intervals"]))))
+                    low, high = clopper_pearson(np.round(share * trials), trials, 0.05)
+                    ax.plot([low, high], [place, place], color=colour, linewidth=2)
+                    label = None if ticks else f"{name} % intervals"
+                    ax.plot(share, place, marker, color=colour, markersize=6, label=label)
+                ticks[place] = key.split("/")[1]
+                place += 1
+        ax.set_yticks(list(ticks), list(ticks.values()))
+        ax.set(xlim=(0, 1.02), ylim=(max(lengths), -0.2))
+        ax.set_xlabel("share of intervals that contain the truth")
+        ax.set_xticks([0, 0.25, 0.5, 0.75, 0.9, 1], ["0", "0.25", "0.5", "0.75", "0.9", "1"])
+        clean(ax)
+        ax.tick_params(labelsize="medium")
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
     script.write_figure("truth", figure)
 
 

@@ -35,6 +35,7 @@ html_theme = "furo"
 html_title = f"bayesfl {version}"
 html_static_path = ["static"]
 html_css_files = ["bayesfl.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "default", "github-dark"  # both of contrast 4.5 or more
 copybutton_exclude = ".linenos, .gp, .go"

@@ -382,8 +382,8 @@ def same_digits_answer() -> str:
         f"""
         Yes: coefficients, curves and test statistics differ from the pooled fit's by
         {max(exact):.0e} at most where the other library is run to full convergence, and by
-        {mixed:.0e} for a random intercept, where MixedLM stops at its gradient tolerance. All
-        published coefficients and standard errors of Cox regressions agree to five decimals. A
+        {mixed:.0e} for a random intercept and slope, where MixedLM stops at its gradient tolerance.
+        All published coefficients and standard errors of Cox regressions agree to five decimals. A
         logistic regression of a million rows over 100 sites takes
         {many["shared"] / many["rival"]:.1f} times as long as statsmodels' on the pooled rows.
         """

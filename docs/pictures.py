@@ -235,7 +235,7 @@ def same_digits() -> Figure:
         found = [[row[key]] if key in row else [] for row in rows.values()]
         spots(ax, found, colour, said, marker=marker)
     ax.set_xscale("log")
-    ax.set_xlim(1e-17, 1e-5)
+    ax.set_xlim(1e-17, 1e-3)
     ax.axvline(2**-52, color=GREY, linestyle="--", linewidth=1, zorder=0)
     ax.text(2**-52, -0.6, "rounding of float64", ha="center", va="bottom", fontsize=8, color=GREY)
     ax.set_xlabel("largest absolute difference from the fit to the pooled rows")
@@ -295,7 +295,7 @@ def readme() -> Figure:
         "bf.stats.mixed": "bf.stats.mixed",
     }
     cells = TABLES["results"]("truth")["cells"]
-    named(left, list(ways.values()), "Coverage of 90 % intervals of clients' coefficients")
+    named(left, list(ways.values()), "Coverage of 90 % intervals")
     for shift, kind, colour, marker in (
         (-0.12, "linear", OKABE_ITO[0], "o"),
         (0.12, "logistic", OKABE_ITO[1], "s"),
@@ -349,8 +349,8 @@ def lung(ax: Axes) -> None:
         ax.plot(middle, place, marker, color=colour, markersize=6)
     ax.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
     ax.set_xscale("log")
-    ax.set_xlim(0.05, 20)
-    ax.set_xticks([0.1, 0.5, 1, 2, 10], ["0.1", "0.5", "1", "2", "10"])
+    ax.set_xlim(0.05, 100)
+    ax.set_xticks([0.1, 0.5, 1, 2, 10, 50], ["0.1", "0.5", "1", "2", "10", "50"])
     ax.minorticks_off()
 
 

@@ -98,7 +98,7 @@ def implemented() -> str:
         return e.paper if e.paper == "-" else f"[{e.paper}](https://arxiv.org/abs/{ARXIV[e.name]})"
 
     lines = [
-        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never "
+        "| method | in `bf.algorithms` | paper | posterior of a client | sent each round | never "
         "leaves the client |",
         "|---|---|---|---|---|---|",
     ]
@@ -1169,7 +1169,7 @@ def promises_kept() -> str:
         "changed",
         "looks until a shift by 1.5 deviations is seen, median": "rows until a shift by 1.5 "
         "standard deviations is seen, median",
-        "broken, fixed sequence": "abstention: data sets with more wrong answers than promised",
+        "broken, fixed sequence": "abstention: data sets with more wrong answers than guaranteed",
         "broken, looks right": "the same, the threshold that looks right on the same rows",
         "answered, fixed sequence": "abstention: rows answered",
         "prediction_seconds": "seconds of a prediction pass, 1,000 clients of 100 rows, ten "

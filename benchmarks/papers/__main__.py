@@ -91,6 +91,7 @@ def done(
         seeds=[cell.seed],
         rounds=part.rounds,
         **{"evaluate_every": part.rounds, "device": device, **part.settings},
+        **part.own.get(cell.method, {}),
     )
     table = study.run(folder, keep="result", every=max(1, part.rounds // 10), progress=False)
     (run,) = table.rows
