@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bayesfl import stats
-from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, natural, new_figure
+from bayesfl.data.names import natural
+from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figure
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))

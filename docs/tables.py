@@ -343,7 +343,7 @@ def rivals() -> str:
         ]
         for name, row in saved["rows"].items()
     ]
-    heads = ["method", "gradient steps a client", "seconds a round", "times FedAvg's round"]
+    heads = ["method", "gradient steps a client", "CPU seconds a round", "times FedAvg's round"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 

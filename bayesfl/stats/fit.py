@@ -241,7 +241,7 @@ class Refits(Answered, ABC):
                 row = {"why": str(error).partition(":")[0].partition(", so")[0]}
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
-        rows["all sites"] = {"rows": self.n, **whole, "why": ""}
+        rows["all sites"] = {"rows": sum(self.rows.values()), **whole, "why": ""}
         found = pandas.DataFrame.from_dict(rows, orient="index")
         return found[["estimate", "low", "high", "rows", "why"]]
 

@@ -159,8 +159,8 @@ class Table:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the study: one page of HTML that needs no other file.
 
-        It has the table of means over seeds, learning curves, the chosen options, every method's
-        measures by client, what a client computes and sends, all runs, and the environment.
+        It has the table of means over seeds, learning curves, the chosen options, what a client
+        computes and sends, all runs, and the environment.
 
         Args:
             path: The file, as `report.html`.

@@ -3,8 +3,8 @@
 Each client takes 20 gradient steps in batches of 20 in every round, whatever the method. Learning
 rates are the method's own defaults times one factor, which validation data choose among five;
 every other option has its default. QLSD takes one gradient of all rows, and its step is chosen. A
-client is one environment. Nothing here was published: the
-table is the evidence of docs/choosing.md.
+client is one environment. Nothing here was published: the table is the evidence of
+docs/choosing.md.
 """
 
 import inspect
