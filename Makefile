@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+# Python compiles what is imported, a small part of all that is installed.
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 # Bytecode is compiled once, and not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,9 +23,9 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow --durations=10
 
-# Fifty kills over thirty rounds, twelve of a study, and two thousand mutations, where `test-slow` has a few of each.
+# Fifty kills over thirty rounds, twelve of a study, two thousand mutations, and ten Pyro models, where `test-slow` has fewer of each.
 test-durability: $(VENV)/.test
-	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py tests/study/test_study.py
+	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py tests/study/test_study.py tests/pyro/test_models.py
 
 # A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats, and regressions.
 DEPLOY ?= full
@@ -87,7 +88,7 @@ gpu:
 wheel: $(VENV)/.test
 	rm -rf dist && $(BIN)/python -m build --quiet --wheel
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	.venv-wheel/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python ../tests/ten_lines.py
 	rm -rf .venv-wheel
 

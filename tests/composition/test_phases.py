@@ -155,14 +155,7 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize(
-    ("optimiser", "belief"),
-    [
-        (SGD(0.05), False),
-        (SGD(0.05, momentum=0.9), False),
-        (SGD(0.05, momentum=0.9), True),
-        (Adam(0.01), True),
-    ],
-    ids=str,
+    ("optimiser", "belief"), [(SGD(0.05, momentum=0.9), False), (Adam(0.01), True)], ids=str
 )
 def test_passes_of_a_repeat_are_passes_of_its_only_phase(
     clients: FederatedData, kernel: Any, belief: bool, optimiser: Any

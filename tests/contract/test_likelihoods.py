@@ -27,11 +27,11 @@ from bayesfl.likelihoods import (
     Tokens,
 )
 from bayesfl.optim import SGD
-from tests.cases import EM, SIZES, numbers
+from tests.cases import EM, FEWER, numbers
 from tests.federation.made import same_bits, state
 from tests.flower.made import assert_same, deploy, simulated
 
-IDS = np.repeat(np.arange(len(SIZES)), SIZES)
+IDS = np.repeat(np.arange(len(FEWER)), FEWER)
 X = numbers(len(IDS), 8).float().numpy()
 PLACES = numbers(len(IDS), 4, 3).float().numpy()
 

@@ -14,7 +14,7 @@ import bayesfl as bf
 from bayesfl.base.inputs import Inputs, each
 from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace
 from bayesfl.data import FederatedData
-from tests.cases import CASES, SAMPLE, federation, run
+from tests.cases import CASES, FEWER, SAMPLE, federation, run
 from tests.federation.made import state
 
 
@@ -83,7 +83,7 @@ METHODS |= {
 )
 def test_several_inputs_are_one_that_is_joined(name: str):
     """States, predictions, and those of a client alone."""
-    data, method = federation(), METHODS[name]
+    data, method = federation(sizes=FEWER), METHODS[name]
     x = data.train.x
     assert isinstance(x, Tensor)
     numbers, known = x.unflatten(1, (2, 4)), x.flip(1) > 0

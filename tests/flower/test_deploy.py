@@ -252,7 +252,7 @@ def test_the_example(tmp_path: Path):
         "--out",
         str(tmp_path / "out"),
         "--rounds",
-        "2",
+        "1",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -263,4 +263,4 @@ def test_the_example(tmp_path: Path):
     assert process.returncode == 0, said
     server, probs = re.findall(r"(?:server|probabilities) ([\d.e+-]+)", said.splitlines()[-1])
     assert max(float(server), float(probs)) < 1e-5
-    assert "round 2 of 2" in (tmp_path / "out" / "server.log").read_text()
+    assert "round 1 of 1" in (tmp_path / "out" / "server.log").read_text()

@@ -335,10 +335,9 @@ def test_a_node_chooses_its_own_share_on_its_validation_rows(parted: FederatedDa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_best_state_is_kept(every: int, parted: FederatedData, tmp_path: Path):
+def test_the_best_state_is_kept(parted: FederatedData, tmp_path: Path):
     """The server's, and the nodes', whose models are of its round; also where the run was stopped
-    and goes on, from the folder.
+    between two checkpoints and goes on, from the folder.
     """
     algorithm = bf.algorithms.ditto(
         bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, optimiser=SGD(0.3)
@@ -352,7 +351,7 @@ def test_the_best_state_is_kept(every: int, parted: FederatedData, tmp_path: Pat
         algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options}
     )
     whole = deploy(algorithm, parted, tmp_path / "whole", on_round=[best()], **options)
-    resumed = {**options, "checkpoint": tmp_path / "server", "every": every}
+    resumed = {**options, "checkpoint": tmp_path / "server", "every": 2}
     folder = tmp_path / "best"
     deploy(
         algorithm,
@@ -611,11 +610,10 @@ def test_a_server_app_runs_what_it_was_given(
     [
         lambda t: t * float("nan"),
         lambda t: t - float("inf"),
-        lambda t: t + float("inf"),
         lambda t: t[None],
         lambda t: -t,
     ],
-    ids=["nan", "-inf", "inf", "shape", "negative counts"],
+    ids=["nan", "-inf", "shape", "negative counts"],
 )
 def test_scores_that_are_no_numbers(
     bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture

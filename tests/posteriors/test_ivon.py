@@ -53,16 +53,15 @@ def test_steps_are_the_papers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [None, 10])
-def test_it_is_the_mean_field_optimum(batch_size: int | None):
-    """Of a linear model: its posterior's mean, and 1 / the diagonal of its precision."""
+def test_it_is_the_mean_field_optimum():
+    """Of a linear model, by batches: its posterior's mean, and 1 / its precision's diagonal."""
     model, x, y = linear()
-    options = {"precision": 2.0, "likelihood": Gaussian(), "steps": 6000}
-    found = ivon(model, x, y, batch_size=batch_size, rate=bf.optim.cosine(0.2), **options)
+    options = {"precision": 2.0, "likelihood": Gaussian(), "steps": 1500, "betas": (0.9, 0.998)}
+    found = ivon(model, x, y, batch_size=10, rate=bf.optim.cosine(0.2), **options)
     precision = x.T @ x + 2 * torch.eye(3).double()
     mean, variance = found.moments()
     assert_close(mean, torch.linalg.solve(precision, x.T @ y)[:, 0], atol=0.02, rtol=0)
-    assert_close(variance, 1 / precision.diagonal(), atol=0, rtol=0.05)
+    assert_close(variance, 1 / precision.diagonal(), atol=0, rtol=0.1)
     assert float(found.history[-100:].mean()) > float(found.history[:100].mean())
 
 

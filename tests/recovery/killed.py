@@ -1,15 +1,9 @@
-"""A run that is killed at a given moment: what tests of durability start as a process of its own.
-
-python -m tests.recovery.killed FOLDER OUT ROUNDS [MOMENT COUNT]
-
-MOMENT is write (half of the file is there), flush, rename, folder (before the COUNT-th of them), or
-round (before its training). Without, the run goes to its end and saves its result in OUT.
-"""
+"""A run that is killed at a given moment, in a process of its own, for tests of durability."""
 
 import importlib
+import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +35,24 @@ def run(folder: str, rounds: int, **options: Any) -> Any:
     )
 
 
+def code_of(program: Callable[..., None], *arguments: Any) -> int | None:
+    """The exit code of a program in a process of its own, forked from one that has imported it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([program.__module__])
+    process = context.Process(target=program, args=arguments)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
 def die_at(moment: str, count: int) -> None:
-    """Arranges for the process to be killed."""
+    """Arranges for the process to be killed.
+
+    Args:
+        moment: write (half of the file is there), flush, rename, folder, or round (before its
+            training).
+        count: Before which of them.
+    """
     left = [count]
 
     def before(
@@ -83,8 +93,9 @@ def die_at(moment: str, count: int) -> None:
         module.run_round = before(module.run_round)
 
 
-if __name__ == "__main__":
+def program(folder: str, out: str, rounds: int, *moment: Any) -> None:
+    """Die at a moment; without one, run to the end and save the result."""
     torch.set_num_threads(1)
-    if len(sys.argv) > 4:
-        die_at(sys.argv[4], int(sys.argv[5]))
-    run(sys.argv[1], int(sys.argv[3])).save(sys.argv[2])
+    if moment:
+        die_at(*moment)
+    run(folder, rounds).save(out)

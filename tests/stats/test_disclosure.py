@@ -129,7 +129,7 @@ def analyse(rng: np.random.Generator, rows: pd.DataFrame, policy: Policy) -> Non
         heard.ask(question, None)(state, question.shapes(state), {})
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_analyses_do_not_tell_a_person(count: int):
     """No more than the regression on what is known that is fitted to the others: the ratio of both
     errors is .9 at least. Without a policy a question tells all of somebody.

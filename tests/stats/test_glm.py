@@ -134,20 +134,21 @@ def test_errors_by_site_need_three():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "least"), [(3, 0.90), (5, 0.93)])
-def test_intervals_by_site_cover(count: int, least: float):
-    """Of a slope without effect beside sites that differ, in 200 federations."""
+def test_intervals_by_site_cover():
+    """Of a slope without effect beside five sites that differ, in 60 federations, where intervals
+    of a normal cover .88; the formulas of few sites are above.
+    """
     hit = 0
-    for seed in range(200):
-        rng = np.random.default_rng(10 * seed + count)
+    for seed in range(60):
+        rng = np.random.default_rng(10 * seed + 5)
         rows = {}
-        for site in range(count):
+        for site in range(5):
             x = rng.normal(size=40) + rng.normal()
             rows[site] = pd.DataFrame({"x": x, "y": rng.normal(0, 0.7) + rng.normal(size=40)})
         given = bf.stats.tables(rows, outcome="y", terms=["x"])
         row = bf.stats.glm(given, family="gaussian", errors="site").table().loc["x"]
         hit += row.iloc[4] <= 0 <= row.iloc[5]
-    assert hit / 200 >= least
+    assert hit / 60 >= 0.92
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -233,8 +234,9 @@ def test_offsets_and_weights():
         fit.predict(frames()["west"], site="west")
 
 
-@pytest.mark.parametrize("intercept", ["shared", "per_site"])
-@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+@pytest.mark.parametrize(
+    ("errors", "intercept"), [("model", "per_site"), ("sandwich", "shared"), ("site", "per_site")]
+)
 @pytest.mark.parametrize("family", list(OUTCOMES))
 def test_weights_say_how_often_a_row_counts(family: Any, errors: Any, intercept: Any):
     """All is as of a table in which each row stands so often."""
@@ -272,8 +274,9 @@ def test_a_site_of_one_level_is_known_by_its_weights():
     assert fit.rows["both"] == 60
 
 
-@pytest.mark.parametrize("intercept", ["shared", "per_site"])
-@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+@pytest.mark.parametrize(
+    ("errors", "intercept"), [("model", "shared"), ("sandwich", "per_site"), ("site", "shared")]
+)
 def test_the_unit_of_a_gaussian_outcome_does_not_matter(errors: Any, intercept: Any):
     """Also far from 0, and under secure sums, which round to a step."""
     options: Any = {"family": "gaussian", "errors": errors, "intercept": intercept}

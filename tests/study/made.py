@@ -1,12 +1,5 @@
-"""A small study that several files of tests share, as a script too: what tests of interruptions
-start as a process of its own.
+"""A small study that several files of tests share, and one that is killed."""
 
-python -m tests.study.made FOLDER [MOMENT COUNT]
-
-MOMENT is flush, rename, folder (before the COUNT-th of them), or round (before its training).
-"""
-
-import sys
 from functools import partial
 from typing import Any
 
@@ -71,8 +64,8 @@ def bits(table: Table) -> list[str]:
     ]
 
 
-if __name__ == "__main__":
+def dying(folder: str, moment: str, count: int) -> None:
+    """Run the study up to a moment, as `die_at` names it."""
     torch.set_num_threads(1)
-    if len(sys.argv) > 2:
-        die_at(sys.argv[2], int(sys.argv[3]))
-    study().run(sys.argv[1], progress=False)
+    die_at(moment, count)
+    study().run(folder, progress=False)

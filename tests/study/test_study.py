@@ -21,7 +21,8 @@ from bayesfl.optim import SGD
 from bayesfl.study.cells import Cell, Record
 from bayesfl.study.table import Table
 from tests.federation.made import same
-from tests.study.made import DATA, bits, network, one, study
+from tests.recovery.killed import code_of
+from tests.study.made import DATA, bits, dying, network, one, study
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -356,8 +357,7 @@ def test_killed_in_the_middle(tmp_path: Path, table: Table):
     the bits of a study that never stopped.
     """
     for moment, count in MOMENTS * (3 if os.environ.get("BAYESFL_DURABILITY") == "full" else 1):
-        command = [sys.executable, "-m", "tests.study.made", str(tmp_path), moment, str(count)]
-        assert subprocess.run(command, capture_output=True, timeout=120).returncode == -9
+        assert code_of(dying, str(tmp_path), moment, count) == -9
     finished = len(list(tmp_path.glob("[!.]*.record")))
     assert 0 < finished < len(table.rows)
     assert bits(study().run(tmp_path, progress=False)) == bits(table)

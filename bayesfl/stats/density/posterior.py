@@ -101,13 +101,13 @@ class Posterior(Refits):
             ValueError: The site is not on this machine.
         """
         self._check_here(site)
-        return self._made([site])[site]
+        return self._made(self._own([site]))[site]
 
-    def _made(self, sites: Sequence[str]) -> dict[str, Tensors]:
-        """Return draws of some sites' own parameters and deterministic values."""
+    def _made(self, drawn: Mapping[str, Tensors]) -> dict[str, Tensors]:
+        """Return draws of some sites' own parameters with their deterministic values."""
         return {
             site: own | (one.made(self.draws | own) if (one := self.here[site].program) else {})
-            for site, own in self._own(sites).items()
+            for site, own in drawn.items()
         }
 
     def _check_here(self, site: str) -> None:
@@ -136,7 +136,7 @@ class Posterior(Refits):
         """
         found = {
             (site, name): draws
-            for site, own in self._made(list(self.here)).items()
+            for site, own in self._made(self._own(list(self.here))).items()
             for name, draws in entries(own).items()
         }
         return summaries(found, level)
@@ -157,9 +157,13 @@ class Posterior(Refits):
         self._check_here(site)
         if self.here[site].program is None:
             raise ValueError("a plain density cannot predict; take draws and local() yourself")
-        which = torch.arange(draws) * len(self.phi) // draws
-        values = {name: t[which] for name, t in (self.draws | self._own([site])[site]).items()}
+        values = self._some(self._own([site])[site], draws)
         return self.here[site].program.predicted(values, self.seed, draws, *rows, **named)
+
+    def _some(self, own: Tensors, count: int) -> Tensors:
+        """Return so many of the draws of shared parameters and a site's own."""
+        which = torch.arange(count) * len(self.phi) // count
+        return {name: t[which] for name, t in (self.draws | own).items()}
 
     def compare(self, other: "Posterior") -> str:
         """Return a text that compares two fits: by evidence, for proper priors, and, for Pyro
@@ -236,7 +240,8 @@ class Posterior(Refits):
         dims: dict[str, list[str]] = {}
         drawn: dict[str, Tensors] = {}
         programs = {site: one.program for site, one in self.here.items() if one.program is not None}
-        own = self._made(list(self.here))
+        mine = self._own(list(self.here))
+        own = self._made(mine)
         groups = {
             "posterior": {_free(name): t for name, t in self.draws.items()}
             | self._joined(own, dims)
@@ -259,8 +264,11 @@ class Posterior(Refits):
                 groups.setdefault("observed_data", {})[at] = t
                 groups.setdefault("prior_predictive", {})[at] = drawn[site][name]
             for kind, found in (
-                ("log_likelihood", self.pointwise(site)),
-                ("posterior_predictive", self.predict(site, draws=PREDICTIONS)),
+                ("log_likelihood", program.pointwise(self.draws | mine[site])),
+                (
+                    "posterior_predictive",
+                    program.predicted(self._some(mine[site], PREDICTIONS), self.seed, PREDICTIONS),
+                ),
             ):
                 groups.setdefault(kind, {}).update(
                     {f"{n} ({site})": found[n] for n in program.observed}

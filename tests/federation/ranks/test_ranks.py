@@ -71,8 +71,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "ranks", "near"),
-    [(list(program.SPECIAL), 2, None), ([*APART, *program.METHODS], 3, 1)],
-    ids=["special cases, one machine", "methods, three machines"],
+    [(list(program.EVERY), 2, None), (list(APART), 3, 1)],
+    ids=["one machine", "three machines"],
 )
 def test_ranks_have_the_bits_of_one_process(
     names: list[str],

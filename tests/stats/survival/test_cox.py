@@ -77,16 +77,21 @@ def entered() -> dict[str, pd.DataFrame]:
     }
 
 
-@pytest.mark.parametrize("errors", ["model", "sandwich"])
 @pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("time", TIMES)
-@pytest.mark.parametrize(("strata", "enters"), [(None, True), ("arm", False), ("arm", True)])
+@pytest.mark.parametrize(
+    ("strata", "enters", "time", "errors"),
+    [
+        (None, True, "tied", "model"),
+        (None, True, "untied", "model"),
+        ("arm", False, "tied", "model"),
+        ("arm", False, "untied", "sandwich"),
+        ("arm", True, "tied", "model"),
+    ],
+)
 def test_strata_and_entry_times(
     strata: str | None, enters: bool, time: str, baseline: str, errors: Any
 ):
     """Beside lifelines' for both, whose robust errors know neither ties nor entry times."""
-    if errors == "sandwich" and (enters or time == "tied"):
-        return
     terms = [term for term in TERMS if term != strata]
     columns = [column for column in COLUMNS if column != strata]
     rows = entered()
@@ -460,8 +465,10 @@ SEPARATED: dict[str, tuple[pd.DataFrame, float, float]] = {
 }
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("case", SEPARATED)
+@pytest.mark.parametrize(
+    ("case", "baseline"),
+    [(case, BASELINES[k % 2]) for k, case in enumerate(SEPARATED)],
+)
 def test_a_level_without_events_separates(case: str, baseline: str):
     rows, weight, unit = SEPARATED[case]
     rows = rows.assign(rare=rows["rare"] * unit, w=weight)
@@ -477,8 +484,17 @@ def test_a_level_without_events_separates(case: str, baseline: str):
         assert fitted("untied", baseline, given, prior=2.5).estimate.isfinite().all()
 
 
-@pytest.mark.parametrize(("weight", "unit"), [(1, 1), (1e-6, 1), (1e6, 1), (1, 1e-9), (1, 1e9)])
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize(
+    ("baseline", "weight", "unit"),
+    [
+        ("shared", 1, 1),
+        ("per_site", 1, 1),
+        ("shared", 1e-6, 1),
+        ("per_site", 1e6, 1),
+        ("per_site", 1, 1e-9),
+        ("shared", 1, 1e9),
+    ],
+)
 def test_one_event_does_not_separate(baseline: str, weight: float, unit: float):
     """In whatever unit weights and columns are; beside lifelines at a unit of 1."""
     rows = rare(600, 3, 1, 1)
