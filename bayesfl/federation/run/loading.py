@@ -230,7 +230,8 @@ def begun(
     clients, and their places in the earlier run, [known] int64 each.
 
     Clients are matched by name. The server keeps what it has learnt; its entries for single clients
-    are assigned to the clients of the same name. New clients start as clients never seen in
+    are assigned to the clients of the same name, and its numbers that depend on how many clients
+    there are (J itself, 1 / J) are those of this run. New clients start as clients never seen in
     training, see `Algorithm.newcomers`.
 
     Raises:
@@ -241,7 +242,7 @@ def begun(
     if before is None:
         return fresh, torch.arange(0), torch.arange(0)
     new, old = matched(algorithm, names, before.called)
-    more = algorithm.init(clients + 1, dtype=dtype, device=device)
+    more = algorithm.init(clients + 1, seed=seed, dtype=dtype, device=device)
     server = tree_map(lambda like, t: t.to(like, copy=True), fresh, before.server)
     novel = algorithm.newcomers(server, clients)
     for name, block in algorithm.blocks.items():
@@ -267,7 +268,8 @@ def continued(
     device: torch.device,
 ) -> tuple[State, np.ndarray]:
     """Return the initial state in a run of the clients `names` on this machine, and the clients
-    that must adapt to it, [new]; private states are matched by name, see `begun`.
+    that must adapt to it, [new]; private states are matched by name, see `begun`. The method's
+    `leave` takes out what clients that have left take along.
 
     Raises:
         ValueError: Clients have the same name.
@@ -283,6 +285,10 @@ def continued(
         rows,
         before.private,
     )
+    gone = np.setdiff1d(np.arange(len(before.called)), old.numpy())
+    for client in gone if algorithm.leave is not None else ():
+        own = tree_map(lambda now, was, client=client: was[client].to(now), rows, before.private)
+        server = server | algorithm.leave(server, own)
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
@@ -368,7 +374,7 @@ def repeated(names: Sequence[str]) -> str:
 
 def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return the server's tensor `now` with the rows of known clients replaced, along each axis
-    that counts clients.
+    that counts clients; a number that depends on the number of clients is `one`.
 
     Args:
         one: The initial tensor in a run with this number of clients.
@@ -378,6 +384,8 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         new: Places of known clients now.
         old: Their places in the earlier run.
     """
+    if not one.dim() and not torch.equal(one, two):
+        return one
     axes = [
         axis
         for axis in range(one.dim())
