@@ -4,6 +4,7 @@ client or for many at once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeGuard
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.base.warning import noted
-from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.algorithm import Algorithm, placed
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Tilt, is_normal
 from bayesfl.models.weights import gradient_of
@@ -303,7 +304,7 @@ class Once:
             the algorithm's `reports` has it.
         data: Rows of the client that `fn` reads: True or `train` for its training rows,
             `validation` for its validation rows; with False `batch` is empty. Inside `Repeat`,
-            `batch` is always the shared batch.
+            `batch` is always the shared batch, of training rows.
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
             `fn` would. They need `data`.
@@ -314,7 +315,8 @@ class Once:
         batched: Whether vmap can run `fn`.
 
     Raises:
-        ValueError: `fn` changes the names or the shapes of a block's tensors.
+        ValueError: `fn` changes names, shapes or dtypes of the tensors of a block, or of an entry
+            that a client keeps, or returns a block under a misspelt name.
 
     Example:
         >>> def halve(algorithm, given, view, batch):
@@ -365,13 +367,21 @@ class Once:
     ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
         normals = {name: algorithm.noise_of_copies(name, e[0]) for name, e in noise.items()}
+        known = {**algorithm.blocks, **algorithm.private, **self.kept}
         with noted(f"in {getattr(self.fn, '__name__', self.fn)!r}, a function of a phase"):
-            found = self.fn(
-                algorithm, given, carry, batch | {"normals": normals} if noise else batch
+            found = tree_map(
+                lambda t: placed(t, view["n"]) if isinstance(t, float) else t,
+                self.fn(algorithm, given, carry, batch | {"normals": normals} if noise else batch),
             )
-            for name in found.keys() & algorithm.blocks.keys():
-                if (new := _form(found[name])) != (old := _form(carry[name])):
-                    raise ValueError(f"block {name!r} was {old}, and is returned as {new}")
+            for name, entry in found.items():
+                if name in known and (new := _form(entry)) != (old := _form(carry[name])):
+                    raise ValueError(f"entry {name!r} was {old}, and is returned as {new}")
+                near = get_close_matches(name.lower(), algorithm.blocks)
+                if name not in known and near and isinstance(entry, Mapping) and "loc" in entry:
+                    raise ValueError(
+                        f"{name!r} is returned like a block, but no block has this name; did you "
+                        f"mean {near[0]!r}? Give a copy for later phases a name of its own"
+                    )
         return {**carry, **found}
 
     def end(
@@ -381,8 +391,8 @@ class Once:
         return carry, {}
 
 
-def _form(belief: Any) -> Any:
-    return tree_map(lambda t: list(t.shape), belief)
+def _form(entry: Any) -> Any:
+    return tree_map(lambda t: f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else t, entry)
 
 
 @dataclass(frozen=True)
@@ -401,7 +411,8 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: An inner phase is a `Repeat`, or has a batch size of its own.
+        ValueError: An inner phase is a `Repeat`, has a batch size of its own, or reads validation
+            rows.
 
     Example:
         >>> both = ("body", "head")
@@ -427,6 +438,11 @@ class Repeat:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
+            )
+        if any(getattr(phase, "data", False) == "validation" for phase in self.phases):
+            raise ValueError(
+                "a phase inside a Repeat works on its batches of training rows, but one has "
+                "data='validation'; put it before or after the Repeat"
             )
 
     @cached_property

@@ -43,9 +43,14 @@ def passes(
         round: Round of the federation, from 0.
 
     Raises:
-        ValueError: The phase's function does not return an integer of at least 1.
+        ValueError: The phase's function, or the number that it names, is not an integer of at least
+            1.
     """
-    epochs = int(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
+    if isinstance(phase.epochs, str):
+        drawn = float(given[phase.epochs])
+        number = int(drawn) if drawn.is_integer() else drawn
+        return np.full(len(ids), whole(f"the epochs {phase.epochs!r}", number, least=1))
+    epochs = phase.epochs
     if not callable(epochs):
         return np.full(len(ids), epochs)
     rngs = generators(seed, Purpose.EPOCHS, clients=ids, indices=np.zeros_like(ids), round=round)
