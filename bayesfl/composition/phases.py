@@ -106,7 +106,9 @@ class Descend:
     """Minimise an energy over one block, or over several blocks together, by gradient steps.
 
     Priors are constant during the phase: they read the view before the first step, including the
-    trained blocks.
+    trained blocks. Only trained blocks that are no parts of the energy move with the phase: they
+    are parameters of the other blocks' priors, which read them from the view, as
+    `priors.own_mean` does.
 
     Kernels other than `reference` run a plain `Descend` by `bayesfl.engine.descent`, in place and
     for a chunk of clients (see `by_algebra` and `bayesfl.engine.driver`). The reference kernel runs
@@ -163,10 +165,13 @@ class Descend:
     def check(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the phase does not fit the algorithm, see `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
-        if missing := [name for name in self.blocks if name not in self.energy.parts]:
+        pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
+        tied = self.energy.of_priors
+        if tied and (self.prox or not set(pulled) - set(tied)):
             raise ValueError(
-                f"blocks {missing} are trained on an energy without them in its parts "
-                f"{self.energy.parts}"
+                f"blocks {list(tied)} are trained on an energy without them in its parts "
+                f"{self.energy.parts}: they must be parameters of its blocks' priors, with prox "
+                "False"
             )
         drawn = [
             name
@@ -183,6 +188,7 @@ class Descend:
             for name in self.blocks
             if algorithm.blocks[name].stochastic
             and isinstance(algorithm.blocks[name].prior, Flat | Tilt)
+            and name not in tied
         ]:
             kind = type(algorithm.blocks[loose[0]].prior).__name__
             raise ValueError(
@@ -190,7 +196,6 @@ class Descend:
                 "grows without bound along directions without data); give them a Normal prior, or "
                 "a Point posterior"
             )
-        pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
         if left := sorted(
             predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}
@@ -283,12 +288,17 @@ class Descend:
 
 def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
     """Return whether kernels may compute a phase's steps themselves: it is a `Descend` whose energy
-    overrides nothing.
+    overrides nothing, and whose priors are constant.
 
     A subclass may have a step, or an energy, of its own.
     """
-    return type(phase) is Descend and all(
-        getattr(type(phase.energy), name) is getattr(Energy, name) for name in ("__call__", "loss")
+    return (
+        type(phase) is Descend
+        and not phase.energy.of_priors
+        and all(
+            getattr(type(phase.energy), name) is getattr(Energy, name)
+            for name in ("__call__", "loss")
+        )
     )
 
 
@@ -376,8 +386,12 @@ class Once:
             for name, entry in found.items():
                 if name in known and (new := _form(entry)) != (old := _form(carry[name])):
                     raise ValueError(f"entry {name!r} was {old}, and is returned as {new}")
-                near = get_close_matches(name.lower(), algorithm.blocks)
-                if name not in known and near and isinstance(entry, Mapping) and "loc" in entry:
+                if (
+                    name not in known
+                    and isinstance(entry, Mapping)
+                    and "loc" in entry
+                    and (near := get_close_matches(name.lower(), algorithm.blocks))
+                ):
                     raise ValueError(
                         f"{name!r} is returned like a block, but no block has this name; did you "
                         f"mean {near[0]!r}? Give a copy for later phases a name of its own"

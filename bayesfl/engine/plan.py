@@ -46,13 +46,10 @@ def passes(
         ValueError: The phase's function, or the number that it names, is not an integer of at least
             1.
     """
-    if isinstance(phase.epochs, str):
-        drawn = float(given[phase.epochs])
-        number = int(drawn) if drawn.is_integer() else drawn
-        return np.full(len(ids), whole(f"the epochs {phase.epochs!r}", number, least=1))
-    epochs = phase.epochs
+    epochs = float(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
     if not callable(epochs):
-        return np.full(len(ids), epochs)
+        number = int(epochs) if float(epochs).is_integer() else epochs
+        return np.full(len(ids), whole(f"epochs={phase.epochs!r}", number, least=1))
     rngs = generators(seed, Purpose.EPOCHS, clients=ids, indices=np.zeros_like(ids), round=round)
     found = [epochs(int(client), rng) for client, rng in zip(ids, rngs, strict=True)]
     return np.array([whole("epochs", number, least=1) for number in found])

@@ -24,6 +24,7 @@ from bayesfl.composition import (
     Repeat,
     own_mean,
     server_mean,
+    standard_normal,
 )
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
@@ -484,7 +485,7 @@ def test_errors_in_a_function_of_the_method_name_it(
 
 
 def test_validation_rows_are_not_those_of_a_repeat():
-    with pytest.raises(ValueError, match="inside a Repeat .*data='validation'"):
+    with pytest.raises(ValueError, match=r"inside a Repeat .*data='validation'"):
         Repeat((Once(typo, data="validation"),))
 
 
@@ -494,7 +495,7 @@ def test_drawn_epochs_are_whole(drawn: float, words: str, model: nn.Module, clie
     made = bf.Algorithm(
         model, {"w": Block()}, (step,), parts=("w",), drawn={"steps": lambda rng: drawn}
     )
-    with pytest.raises(ValueError, match=f"'steps' must be .*{words}"):
+    with pytest.raises(ValueError, match=f"epochs='steps' must be .*{words}"):
         run(made, clients)
     twice = replace(made, drawn={"steps": lambda rng: 2.0})
     same = replace(made, phases=(replace(step, epochs=2),), drawn={})
@@ -557,3 +558,76 @@ def test_a_number_of_epochs_may_be_drawn(
     often = int(generator(2, Purpose.COMMON, round=0).integers(2, 9))
     assert often > 2
     close(drawn, trained(often))
+
+
+prior_of_w = Normal(
+    centre=lambda given, view: torch.zeros_like(view["w"]["loc"]),
+    variance=lambda given, view: torch.full_like(view["w"]["loc"], 0.01),
+)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_priors_parameters_are_trained(
+    kernel: KernelName, model: nn.Module, clients: FederatedData
+):
+    """Three steps on KL(q || N(c, s)), in q and in c and s, by the KL's own slopes."""
+    family, lr = MeanField(init_scale=0.3), 0.1
+    tied = Normal(centre=own_mean("w"), variance=lambda given, view: family.moments(view["w"])[1])
+    wide = MeanField(init_scale=0.7)
+    blocks = {
+        "w": Block(posterior=family, pool=None, keep=True),
+        "q": Block(posterior=wide, prior=tied, start=standard_normal(1.0), pool=None, keep=True),
+    }
+    energy = Energy(("q", "w"), ("q",), likelihood="none")
+    fit = Descend(energy, steps=3, optimiser=SGD(lr))
+    made = bf.Algorithm(model, blocks, (fit,), parts=("q",))
+    start = made.rows(made.init(7, seed=2, dtype=torch.float64))
+    found = run(made, clients, kernel=kernel).private
+    q, w = ({key: t.expand(7, -1) for key, t in start[name].items()} for name in "qw")
+    for _ in range(3):
+        (m, v), (c, s) = family.moments(q), family.moments(w)
+        at_q = (m - c) / s, (1 / s - 1 / v) / 2
+        at_w = (c - m) / s, (1 / s - (v + (m - c).square()) / s.square()) / 2
+        q, w = (
+            {
+                "loc": one["loc"] - lr * of_loc,
+                "rho": one["rho"] - lr * of_var * 2 * var.sqrt() * one["rho"].sigmoid(),
+            }
+            for one, var, (of_loc, of_var) in ((q, v, at_q), (w, s, at_w))
+        )
+    assert_close(found["q"], q, atol=1e-10, rtol=0)
+    assert_close(found["w"], w, atol=1e-10, rtol=0)
+    # under a prior of its own, w has a KL too
+    own = replace(made, blocks=blocks | {"w": replace(blocks["w"], prior=prior_of_w)})
+    once = replace(fit, steps=1)
+    plain, pulled = (
+        run(replace(one, phases=(once,)), clients, kernel=kernel).private["w"]["loc"]
+        for one in (made, own)
+    )
+    assert_close(plain - pulled, lr * start["w"]["loc"].expand(7, -1) / 0.01, atol=1e-10, rtol=0)
+    for wrong in (
+        replace(fit, prox=True),
+        replace(fit, energy=Energy("w", ("q",), likelihood="sum")),
+    ):
+        with pytest.raises(ValueError, match=r"\['w'\] are trained on an energy without"):
+            replace(made, phases=(wrong,))
+
+
+def test_a_priors_parameters_are_trained_with_the_data(model: nn.Module, clients: FederatedData):
+    """The pull of a point to w, a mean over the data; one client with all kinds of steps."""
+    prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1).to(view["n"]))
+    blocks = {
+        "w": Block(pool=None, keep=True, start=standard_normal(1.0)),
+        "v": Block(prior=prior, pool=None, keep=True),
+    }
+    fit = Descend(Energy(("v", "w"), ("v",), likelihood="mean"), steps=1, optimiser=SGD(0.1))
+    alone = replace(fit, energy=Energy("v", ("v",), likelihood="mean"))
+    made = bf.Algorithm(model, blocks, (fit,), parts=("v",))
+    found, constant = (
+        run(replace(made, phases=(phase,)), clients).private for phase in (fit, alone)
+    )
+    close(found["v"]["loc"], constant["v"]["loc"])
+    start = made.rows(made.init(7, seed=2, dtype=torch.float64))
+    n = torch.from_numpy(clients.train.counts)[:, None]
+    pull = start["w"]["loc"] - start["v"]["loc"]
+    close(found["w"]["loc"], start["w"]["loc"] - 0.1 * pull / n)

@@ -152,14 +152,18 @@ def run_round(
     admission, aggregation = rules.admission, rules.aggregation
     known = known_of(rules, history)
     cohort = aggregation.cohort(number, {"n": transport.counts, **known})
-    everyone, least = aggregation.settings.train == "all", aggregation.least
-    silent = everyone and not len(cohort)  # all clients train, and nothing is sent
-    if len(cohort) < least and not silent:
+    # All clients train, and nothing is sent.
+    silent = aggregation.settings.train == "all" and not len(cohort)
+    if len(cohort) < (least := aggregation.least) and not silent:
         raise SmallCohort(
             f"round {number + 1} has {len(cohort)} clients and needs {least} (min_clients)",
             **dict.fromkeys(("lost", "rejected", "bytes_up", "bytes_down"), 0),
         )
-    rest = np.setdiff1d(np.arange(aggregation.clients), cohort) if everyone else cohort[:0]
+    rest = (
+        np.setdiff1d(np.arange(aggregation.clients), cohort)
+        if aggregation.settings.train == "all"
+        else cohort[:0]
+    )
     total = aggregation.begin(server, number, cohort)
     looks = admission.skips or not transport.trusted
     lost: set[int] = set()

@@ -287,8 +287,10 @@ def continued(
     )
     gone = np.setdiff1d(np.arange(len(before.called)), old.numpy())
     for client in gone if algorithm.leave is not None else ():
-        own = tree_map(lambda now, was, client=client: was[client].to(now), rows, before.private)
-        server = server | algorithm.leave(server, own)
+        server = server | algorithm.leave(
+            server,
+            tree_map(lambda t, like, client=client: t[client].to(like), before.private, rows),
+        )
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
@@ -384,8 +386,6 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         new: Places of known clients now.
         old: Their places in the earlier run.
     """
-    if not one.dim() and not torch.equal(one, two):
-        return one
     axes = [
         axis
         for axis in range(one.dim())
@@ -393,7 +393,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
     ]
     if not axes or any(not then.shape[axis] for axis in axes):
         # It has no entries for single clients, or all of them were new.
-        return now
+        return now if one.dim() or torch.equal(one, two) else one
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))
     sizes = enumerate(now.shape)

@@ -152,7 +152,7 @@ def test_nobody_is_there(fedavg: bf.Algorithm, clients: FederatedData):
 
 
 def test_all_train_where_nobody_sends(clients: FederatedData, model: nn.Module):
-    """L2GD: the mean of the models stays, and each client goes on; also in a run that is resumed."""
+    """L2GD: the mean of the models stays, and each client goes on, also after a break."""
 
     def odd(round: int, rng: np.random.Generator, known: Mapping[str, Any]) -> Any:
         return range(7) if round % 2 else []

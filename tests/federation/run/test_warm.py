@@ -62,7 +62,8 @@ def test_the_same_clients_begin_where_they_were(case: Case, model, clients: Fede
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_clients_are_matched_by_name(case: Case, model, clients: FederatedData):
     """In another order, some gone and some new: each known one has its rows, along every axis that
-    counts clients, and numbers that depend on how many there are are new; then a round runs. Of a mean that the server holds, none is known.
+    counts clients, and numbers that depend on how many there are are this run's; then a round runs.
+    Of a mean that the server holds, none is known.
     """
     before = before_of(case, model, clients)
     names = ("client 4", "Bern", "client 1", "client 6", "Chur")
