@@ -249,7 +249,9 @@ def begun(
         if isinstance(block.pool, Mixed):  # every client in a run has a model, new ones the mean
             novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
     carried = tree_map(
-        lambda one, two, now, then: _moved(one, two, now, then, new, old),
+        lambda one, two, now, then: _moved(
+            one, two, now, then, new, old, same=clients == len(before.called)
+        ),
         fresh,
         more,
         novel,
@@ -374,9 +376,12 @@ def repeated(names: Sequence[str]) -> str:
     )
 
 
-def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def _moved(
+    one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor, *, same: bool
+) -> Tensor:
     """Return the server's tensor `now` with the rows of known clients replaced, along each axis
-    that counts clients; a number that depends on the number of clients is `one`.
+    that counts clients; a number that depends on the number of clients is `one` if that has
+    changed.
 
     Args:
         one: The initial tensor in a run with this number of clients.
@@ -385,6 +390,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         then: The tensor of the earlier run.
         new: Places of known clients now.
         old: Their places in the earlier run.
+        same: Whether there are as many clients as in the earlier run.
     """
     axes = [
         axis
@@ -393,7 +399,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
     ]
     if not axes or any(not then.shape[axis] for axis in axes):
         # It has no entries for single clients, or all of them were new.
-        return now if one.dim() or torch.equal(one, two) else one
+        return now if one.dim() or torch.equal(one, two) or same else one
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))
     sizes = enumerate(now.shape)

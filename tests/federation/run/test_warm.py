@@ -79,6 +79,8 @@ def test_clients_are_matched_by_name(case: Case, model, clients: FederatedData):
         found, wanted = t, OF_THE_LAST_ROUND.get(name, then[name])
         if name in OF_THEIR_NUMBER:
             wanted = five[name]
+        if before.algorithm.leave is not None and name.startswith("server.w."):
+            continue  # without the factors of clients that left, see the tests of factors
         for axis, sizes in enumerate(zip(t.shape, wanted.shape, strict=True)):
             if sizes == (5, 7):
                 found, wanted = found.index_select(axis, here), wanted.index_select(axis, there)
