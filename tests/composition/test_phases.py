@@ -438,7 +438,7 @@ def test_what_a_function_does_wrong_names_it(
 )
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_an_entry_in_another_form_is_refused(
-    found: View, words: str, kernel: str, model: nn.Module, clients: FederatedData
+    found: View, words: str, kernel: KernelName, model: nn.Module, clients: FederatedData
 ):
     made = replace(of_once(model, lambda *given: found), private={"c": 0.0})
     with pytest.raises(ValueError, match=words) as raised:

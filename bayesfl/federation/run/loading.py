@@ -287,12 +287,12 @@ def continued(
         rows,
         before.private,
     )
-    gone = np.setdiff1d(np.arange(len(before.called)), old.numpy())
-    for client in gone if algorithm.leave is not None else ():
-        server = server | algorithm.leave(
-            server,
-            tree_map(lambda t, like, client=client: t[client].to(like), before.private, rows),
-        )
+    if algorithm.leave is not None:
+        for client in np.setdiff1d(np.arange(len(before.called)), old.numpy()):
+            server = server | algorithm.leave(
+                server,
+                tree_map(lambda t, like, client=client: t[client].to(like), before.private, rows),
+            )
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
