@@ -394,7 +394,7 @@ class AdamW(Adam):
 @dataclass(frozen=True)
 @declared
 class IVON:
-    """IVON for beliefs of a mean and a deviation s = softplus(rho) for each weight, as
+    """IVON for posteriors of a mean and a deviation s = softplus(rho) for each weight, as
     `bayesfl.posteriors.MeanField`: natural-gradient steps on the mean and on the precision 1 / s^2
     (Shen et al., "Variational learning is effective for large deep networks", ICML 2024).
 
@@ -426,7 +426,7 @@ class IVON:
         """Return zero means and a count of 0 steps.
 
         Raises:
-            ValueError: A belief is a point.
+            ValueError: A posterior is a point.
         """
         if len(tree_leaves(params)) % 2:
             raise ValueError("IVON trains a mean and a deviation of each weight: use a MeanField")
@@ -435,7 +435,7 @@ class IVON:
     def _moved(
         self, params: list[Tensor], grads: list[Tensor], mean: list[Tensor], state: Any, rate: float
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return new means, their rhos and running means of slopes, of each belief."""
+        """Return new means, their rhos and running means of slopes, of each posterior."""
         first, second = self.betas
         found, fresh = [], 1 - second
         for loc, rho, slope, bend, g in zip(

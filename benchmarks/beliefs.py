@@ -490,7 +490,9 @@ def common_fit(fed: Federation) -> Belief:
     mean = (at @ fit.estimate).numpy()
     sd = torch.einsum("np,pq,nq->n", at, fit.covariance, at).sqrt().numpy()
     tiled = (np.tile(t, (len(fed.x), 1)) for t in (mean, sd))
-    return Belief(*tiled, rounds=fit.questions, bytes=max(fit.released.bytes.values()))
+    return Belief(
+        *tiled, rounds=len(fit.released.questions), bytes=max(fit.released.bytes.values())
+    )
 
 
 def mixed_fit(fed: Federation, **options: Any) -> Belief:
@@ -498,7 +500,7 @@ def mixed_fit(fed: Federation, **options: Any) -> Belief:
     effects = ["1", *fed.sites.columns]
     fit = bf.stats.mixed(fed.sites, family=fed.family, random=effects, seed=fed.seed, **options)
     own = torch.stack([fit.own[name][:, 0] for name in fed.sites.names], 1)
-    sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
+    sent = {"rounds": len(fit.released.questions), "bytes": max(fit.released.bytes.values())}
     if fed.at is None:
         return Belief.drawn(torch.cat([own, fit.shared.unsqueeze(1)], 1), **sent)
     at = torch.from_numpy(np.column_stack([np.ones(NEW), fed.at]))
@@ -529,7 +531,7 @@ def by_program(fed: Federation) -> Belief:
     own = np.stack([fit.local(site)["own"].numpy() for site in rows], 1)
     shared = np.stack([fit.draws[name].numpy() for name in names], 1)
     drawn = np.concatenate([beside(own, len(names)), shared[:, None]], 1)
-    sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
+    sent = {"rounds": len(fit.released.questions), "bytes": max(fit.released.bytes.values())}
     return Belief.drawn(drawn, **sent)
 
 
@@ -709,7 +711,7 @@ LOCAL = partial(METHODS.local, epochs=5, optimiser=SGD(0.05, momentum=0.9))
 PVI = partial(METHODS.pvi, optimiser=Adam(cosine(0.02)), draws=4, epochs=20)
 FEDEP = partial(METHODS.fedep, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
 FOLA = partial(METHODS.fola, optimiser=SGD(cosine(0.1), momentum=0.9), epochs=20)
-FEDIVON = partial(METHODS.fedivon, optimiser=IVON(cosine(0.1)), draws=4, epochs=20)
+FEDIVON = partial(METHODS.fedivon, optimiser=IVON(cosine(0.1)), draws=4, steps=40)
 FEDPOP = partial(METHODS.fedpop, chains=20, burn_in=20, kept=1, body_optimiser=SGD(1e-12))
 QLSD = partial(METHODS.qlsd, chains=50, step=2e-4, levels=127)
 BPFED = partial(METHODS.bpfed, optimiser=Adam(1e-2))
@@ -851,6 +853,9 @@ WAYS: dict[str, dict[str, Way]] = {
     "network": {
         "nuts, all rows": Way(network_by_nuts, 20, ("nuts",)),
         **of_one_model(a_network, 60),
+        "qlsd, 1,500 rounds": Way(
+            trained(QLSD, chains_at_rows, model=a_network, rounds=1500), 20, ("qlsd",)
+        ),
         "bpfed": Way(
             trained(predicting(BPFED, LinearisedBelief()), predictions, model=a_network),
             60,

@@ -197,11 +197,11 @@ def main() -> None:
         row = {
             "reference": against,
             "sites": len(fit.rows),
-            "rows": fit.n,
+            "rows": sum(fit.rows.values()),
             "mean": float(torch.stack(apart).max()),
             "least_sd": float(torch.cat(ratios).min()),
             "most_sd": float(torch.cat(ratios).max()),
-            "questions": fit.questions,
+            "questions": len(fit.released.questions),
             "bytes": max(fit.released.bytes.values()),
             "k_hat": fit.k_hat,
             "effective": fit.effective,

@@ -343,7 +343,7 @@ def rivals() -> str:
         ]
         for name, row in saved["rows"].items()
     ]
-    heads = ["method", "gradient steps a client", "seconds a round", "times FedAvg's round"]
+    heads = ["method", "gradient steps a client", "CPU seconds a round", "times FedAvg's round"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -1169,7 +1169,7 @@ def promises_kept() -> str:
         "changed",
         "looks until a shift by 1.5 deviations is seen, median": "rows until a shift by 1.5 "
         "standard deviations is seen, median",
-        "broken, fixed sequence": "abstention: data sets with more wrong answers than promised",
+        "broken, fixed sequence": "abstention: data sets with more wrong answers than guaranteed",
         "broken, looks right": "the same, the threshold that looks right on the same rows",
         "answered, fixed sequence": "abstention: rows answered",
         "prediction_seconds": "seconds of a prediction pass, 1,000 clients of 100 rows, ten "

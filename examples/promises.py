@@ -107,7 +107,7 @@ def main() -> None:
     audit = served.audit()
     lines += [
         "",
-        audit.table(),
+        str(audit),
         "",
         "last evidence on the rows of (column) by the alarm of (row), * where it ever reached 20:",
     ]
@@ -128,13 +128,18 @@ def main() -> None:
     print(text)
     atomic_write(options.out / "promises.txt", text + "\n")
     first = names[0]
-    shown = {
-        f"{first}'s own" if where == first else f"{where}'s": watches[first, where]
-        for where in names
-    }
+    shown = {}
+    for where in names:
+        seen = watches[first, where].history
+        name = f"{first}'s own" if where == first else f"{where}'s"
+        shown[name] = {"row": range(1, len(seen) + 1), "evidence": seen}
+    title = f"the alarm of {first}"
+    axes = bf.plots.learning_curves(shown, metric="evidence", x="row", title=title)
+    axes.set_yscale("log")
+    axes.axhline(1 / watches[first, first].delta, linestyle="--", color="0.2")
     for name, figure in (
         ("coverage.png", bf.plots.coverage(audit)),
-        ("evidence.png", bf.plots.evidence(shown, title=f"the alarm of {first}").figure),
+        ("evidence.png", axes.figure),
     ):
         with atomic_path(options.out / name) as temporary:
             figure.savefig(temporary)

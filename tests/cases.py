@@ -141,7 +141,7 @@ CASES = (
     Case("bpfed", {"steps": 6, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),
     Case("fedpop", {"chains": 2, "burn_in": 2, "kept": 3, "batch_size": 10, "adapt_steps": 3}),
     Case("fola", {"epochs": 2, "batch_size": 10}),
-    Case("fedivon", {"epochs": 2, "batch_size": 10, "draws": 2}),
+    Case("fedivon", {"steps": 4, "batch_size": 10, "draws": 2}),
     Case("qlsd", {"chains": 2, "batch_size": 10, "levels": 5}),
     Case("pvi", {"epochs": 2, "batch_size": 10, "draws": 2, "optimiser": SGD(1e-2)}),
     Case("fedep", {"epochs": 2, "batch_size": 10}),

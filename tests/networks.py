@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from bayesfl.models import SplitModel
+from bayesfl.models.starts import seeded
+
 RNG = torch.Generator().manual_seed(0)
 X = torch.randn(24, 6, generator=RNG).double()  # as data hold it
 Y = torch.arange(24) % 3
@@ -335,3 +338,43 @@ for cell in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     return KINDS[name]()
+
+
+class Residual(nn.Module):
+    """Two convolutions with group norms, added to their input."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.steps = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(2, after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.GroupNorm(2, after),
+        )
+        self.shortcut = (
+            nn.Identity()
+            if before == after and stride == 1
+            else nn.Sequential(
+                nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.GroupNorm(2, after)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.steps(x) + self.shortcut(x))
+
+
+@seeded
+def residual(channels: int, *, outputs: int, width: int = 4, seed: int = 0) -> SplitModel:
+    """ResNet-18 for small images [B, channels, H, W], with group norms."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.GroupNorm(2, width),
+        nn.ReLU(),
+    ]
+    before = width
+    for after in (width, 2 * width, 4 * width, 8 * width):
+        layers += [Residual(before, after, after // before), Residual(after, after, 1)]
+        before = after
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return SplitModel(body, nn.Linear(before, outputs))

@@ -97,6 +97,10 @@ OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "simulate(callbacks)": (lambda: simulate(callbacks=[]), "on_round=[...]"),
     "simulate(random_state)": (lambda: simulate(random_state=0), "seed"),
     "simulate(verbose)": (lambda: simulate(verbose=True), "progress"),
+    "simulate(secure)": (
+        lambda: simulate(secure=True),
+        "did you mean aggregation=bf.SecureSum()?",
+    ),
     "iid(num_clients)": (lambda: data.iid("digits", num_clients=3), "clients"),  # type: ignore[call-arg]
     "dirichlet(concentration)": (
         lambda: data.dirichlet("digits", clients=3, concentration=1.0),  # type: ignore[call-arg]
@@ -123,6 +127,14 @@ OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "glm(famly)": (lambda: glm(famly="binomial"), "family"),
     "tables(outcme)": (lambda: tables(outcme="y"), "outcome"),
     "cox(evnt)": (lambda: bf.stats.cox(tables(), time="x", evnt="y"), "event"),  # type: ignore[call-arg]
+    "cox(duration)": (
+        lambda: bf.stats.cox(tables(), duration="x", event="y"),  # type: ignore[call-arg]
+        "did you mean time?",
+    ),
+    "cox(regularisation)": (
+        lambda: bf.stats.cox(tables(), time="x", event="y", regularisation=1),  # type: ignore[call-arg]
+        "; it has sites, time",
+    ),
     "Policy(min_row)": (lambda: bf.stats.Policy(min_row=5), "min_rows"),  # type: ignore[call-arg]
     "Admission(min_client)": (
         lambda: bf.Admission("skip", min_client=2),  # type: ignore[call-arg]

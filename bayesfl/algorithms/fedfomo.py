@@ -92,7 +92,8 @@ def fedfomo(
             return batch["weight"] @ losses / batch["weight"].sum().clamp_min(1)
 
         better = loss(own) - torch.stack([loss(w) for w in others])
-        gain = torch.where(better == 0, 0, better / (others - own).norm(dim=-1))
+        away = (others - own).norm(dim=-1)
+        gain = torch.where(away == 0, 0, better / away)  # losses of equal models may round apart
         share = gain.clamp_min(0)
         share = share / share.sum().clamp_min(torch.finfo(share.dtype).tiny)
         return {"w": {"loc": own + share @ (others - own)}, "gain": gain}

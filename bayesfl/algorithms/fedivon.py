@@ -2,7 +2,7 @@
 find by IVON's natural gradients.
 
 With $q(w) = N(m, 1 / P)$ on the server, p the prior's precision, and J clients of whom C take part,
-client j starts at m and $P / J$, a J-th of the posterior, and takes IVON's steps on its bound
+client j starts at m and $P / J$, a J-th of the posterior, and takes `steps` of IVON's on its bound
 
     $E[log p(D_j | w)] - KL(q_j || N(0, J / p))$.
 
@@ -10,9 +10,13 @@ It sends $m_j$ and $P_j$, and
 
     $m <- sum_j P_j m_j / sum_j P_j$, $P <- J / C sum_j P_j$.
 
-So each client has a J-th of the prior, which counts once in P. By a summary of the paper, whose
-text was not at hand, it weighs by curvatures $n_j h_j$ alone, without the prior's share. Its
-personal form, with the server's posterior as the clients' prior, is not here.
+So each client has a J-th of the prior, which counts once in P. All clients take the same number of
+steps: $P_j$ goes a fixed part of the way from $P / J$ to the client's own precision, and P to the
+sum of these. With passes over the data, clients with more rows would go further and count more.
+
+By summaries of the paper, whose text was not at hand, client j has n_j of the N rows' share,
+$n_j / N$, of posterior and prior, and the server weighs by curvatures $n_j h_j$ alone. Its personal
+form, with the server's posterior as the clients' prior, is not here.
 
 Source: Pal, Gupta, Sarwar, Rai, "Federated learning with uncertainty and personalization via
 efficient second-order optimization", TMLR 2025 (arXiv:2411.18385).
@@ -44,7 +48,7 @@ def fedivon(
     model: options.Model,
     *,
     prior_precision: Annotated[float, options.INVERTIBLE] = 1.0,
-    epochs: options.Epochs = 10,
+    steps: options.Steps = 50,
     batch_size: options.BatchSize = 50,
     optimiser: Annotated[IVON, typed(IVON, "as bf.optim.IVON(0.1)")] = IVON(0.1),
     draws: options.Draws = 1,
@@ -79,7 +83,7 @@ def fedivon(
     )
     fit = Descend(
         Energy("w", ("w",), likelihood="sum"),
-        epochs=epochs,
+        steps=steps,
         batch_size=batch_size,
         optimiser=optimiser,
         draws=draws,

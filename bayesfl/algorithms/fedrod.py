@@ -53,12 +53,10 @@ def fedrod(
     Args:
         model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
         optimiser: Optimiser of both steps, with a state for each, which is reset each round.
-        likelihood: `Categorical`, without smoothing: otherwise a class without examples on a client
-            has an infinite loss.
+        likelihood: `Categorical`.
 
     Raises:
-        ValueError: The head is not one `nn.Linear`, or the likelihood is not `Categorical` without
-            smoothing.
+        ValueError: The head is not one `nn.Linear`, or the likelihood is not `Categorical`.
 
     Example:
         >>> clients = bf.data.dirichlet("digits", clients=4, alpha=0.3)
@@ -69,12 +67,11 @@ def fedrod(
         >>> result = bf.simulate(method, clients, rounds=1)
     """
     head = model.get_submodule("head")
-    fits = isinstance(likelihood, Categorical) and not likelihood.smoothing
-    if not isinstance(head, nn.Linear) or not fits:
+    if not isinstance(head, nn.Linear) or not isinstance(likelihood, Categorical):
         raise ValueError(
             "Fed-RoD adds the logits of two linear heads and counts examples by class: it needs a "
-            "head that is one nn.Linear, and Categorical() without smoothing, got "
-            f"{type(head).__name__} and {likelihood!r}"
+            f"head that is one nn.Linear, and Categorical(), got {type(head).__name__} and "
+            f"{likelihood!r}"
         )
     classes = head.out_features
 

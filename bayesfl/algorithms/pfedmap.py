@@ -8,6 +8,8 @@ Client: $w_j$ minimises $-log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2)$.
 
 Server: $w = mean_j w_j$.
 
+Every client trains in each round, and each sends its part with probability `participation`.
+
 Unlike Ditto, the centre is the mean of the personal heads; no separate global model is trained.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via

@@ -9,6 +9,8 @@ M step (client): $rho_j^2 = (|sigma_j|^2 + |mu_j - w|^2) / D$.
 
 M step (server): $w = (sum_j mu_j / rho_j^2) / (sum_j 1 / rho_j^2)$; a small $rho_j$ weighs more.
 
+Every client trains in each round, and each sends its part with probability `participation`.
+
 With initial widths of 0.1 and long training, the method loses accuracy after aggregation
 (docs/studies/long-training.md): $rho_j$ follows the width of $q_j$ and not the spread of the heads,
 so the pull towards the centre stays strong. `pfedvem_held` has one fixed rho for all clients, and

@@ -12,9 +12,13 @@ A client estimates its gradient on `batch_size` examples, and sends, with s leve
 with probability $s |v_d| / |v| - l_d$: integers of one byte, and the mean of $Q(v)$ is v. The paper
 averages over the draws of one chain; here clients predict with the last draws of all chains.
 
-Cohorts, batches and quantisation add noise, so chains are wider than the posterior; a smaller
-`step` reduces all of it. The paper's variants with reference gradients, QLSD* and QLSD++, which
-reduce this noise, are not implemented.
+Chains forget their starts after about 1 / (step x the posterior's least precision) rounds: for a
+weight that only the prior holds, 10,000 at the defaults.
+
+Cohorts, batches and quantisation add noise. All chains share cohorts and batches, whose noise
+moves their mean; quantisation also makes them wider than the posterior. A smaller `step` reduces
+both. The paper's variants with reference gradients, QLSD* and QLSD++, which reduce this noise, are
+not implemented.
 
 Source: Vono, Plassier, Durmus, Dieuleveut, Moulines, "QLSD: quantised Langevin stochastic dynamics
 for Bayesian federated learning", AISTATS 2022, algorithm 1.

@@ -57,6 +57,9 @@ ELSEWHERE = {
     "random_state": {"seed": "", "seeds": "=[...]"},
     "verbose": {"progress": ""},
     "weights": {"_weights": "="},
+    "secure": {"aggregation": "=bf.SecureSum()"},
+    "duration": {"time": ""},
+    "duration_col": {"time": ""},
 }
 """{option in other libraries: {end of its name here: how its value is passed}}."""
 
@@ -267,14 +270,15 @@ def _here(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` names that are closest to the requested one, ignoring case; the first
-    ones if none is close.
+    """Return at most `most` names that end with the requested one or are closest to it, ignoring
+    case; the first ones if none is close.
     """
     if here := _here(asked, names):
         return here[:most]
-    folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(asked.casefold(), list(folded), n=most, cutoff=0.5)
-    return [folded[key] for key in near] or list(names[:most])
+    asked, folded = asked.casefold(), {name.casefold(): name for name in names}
+    ends = [key for key in folded if key.endswith(f"_{asked}")]
+    near = [*ends, *difflib.get_close_matches(asked, list(folded), n=most, cutoff=0.5)]
+    return [folded[key] for key in dict.fromkeys(near)][:most] or list(names[:most])
 
 
 def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
@@ -288,7 +292,11 @@ def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
     asked = next((name for name in given if name not in parameters), "")
     if asked and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
         names = [name for name in parameters if name[0] != "_" and name not in ("self", "cls")]
-        near = _here(asked, names) or difflib.get_close_matches(asked.casefold(), names)
+        near = (
+            _here(asked, names)
+            or [name for name in names if name.startswith(asked)]
+            or difflib.get_close_matches(asked.casefold(), names, cutoff=0.7)
+        )
         told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
         raise TypeError(
             f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected keyword "

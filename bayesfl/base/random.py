@@ -12,9 +12,7 @@ a secret.
 """
 
 import hashlib
-from collections.abc import Iterator
 from enum import IntEnum
-from itertools import permutations
 
 import numpy as np
 
@@ -64,57 +62,7 @@ def generator(
 ) -> np.random.Generator:
     """Return the generator at one address, see `_words`."""
     words = _words(seed, purpose, round, client, stage, phase, index)
-    return np.random.Generator(np.random.Philox(key=words.generate_state(2, np.uint64)))
-
-
-def generators(
-    seed: int,
-    purpose: Purpose,
-    *,
-    clients: np.ndarray,
-    indices: np.ndarray,
-    round: int = 0,
-    stage: int = 0,
-    phase: int = 0,
-) -> Iterator[np.random.Generator]:
-    """Yield `generator` at the addresses of several clients [n] and indices [n], one after another:
-    the next one takes its place. Their keys are computed together, which is three times as fast.
-    """
-    parts = [seed >> shift & (WORD - 1) for shift in range(0, max(seed.bit_length(), 128), 32)]
-    common = np.array([*parts, purpose, round, 0, stage, phase, 0], np.uint32)
-    words = np.repeat(common[None], len(clients), 0)
-    words[:, -4], words[:, -1] = clients, indices
-    bits = np.random.Philox(0)
-    start, made = bits.state, np.random.Generator(bits)
-    for one in _keys(words):
-        bits.state = {**start, "state": {**start["state"], "key": one}}
-        yield made
-
-
-def _keys(words: np.ndarray) -> np.ndarray:
-    """Return `SeedSequence(row).generate_state(2, np.uint64)` for every row of `words` [n, m >= 4],
-    [n, 2]: the hash of O'Neill, "Developing a seed_seq alternative", 2015, as NumPy has it.
-    """
-    factor = 0x43B0D7E5
-
-    def scrambled(value: np.ndarray, step: int = 0x931E8875) -> np.ndarray:
-        nonlocal factor
-        value, factor = value ^ np.uint32(factor), factor * step % WORD
-        value = value * np.uint32(factor)
-        return value ^ value >> np.uint32(16)
-
-    def joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        value = one * np.uint32(0xCA01F9DD) - scrambled(other) * np.uint32(0x4973F715)
-        return value ^ value >> np.uint32(16)
-
-    columns = list(words.T)
-    pool = [scrambled(column) for column in columns[:4]]
-    for k, m in permutations(range(4), 2):
-        pool[m] = joined(pool[m], pool[k])
-    for column in columns[4:]:
-        pool = [joined(own, column) for own in pool]
-    factor = 0x8B51F9DD
-    return np.stack([scrambled(own, 0x58F38DED) for own in pool], 1).view(np.uint64)
+    return np.random.Generator(np.random.Philox(words))
 
 
 def key(

@@ -50,7 +50,6 @@ class Inverse:
         indices: Indices of the P selected weights, in the order of every vector here, [P]; None
             means all weights, and P = D.
         variance: Prior variances 1 / precision, [P].
-        uncurved: Number of weights without curvature.
         curved: Which weights are in the factor, [P] bool; the others have no curvature and keep
             their prior variance. In the dual form of all weights, where they cost nothing, none is
             left out.
@@ -72,7 +71,6 @@ class Inverse:
     form: Literal["primal", "dual"]
     indices: Tensor | None
     variance: Tensor
-    uncurved: int
     curved: Tensor
     chol: Tensor
     data: dict[str, Any]
@@ -193,7 +191,6 @@ class Inverse:
         """Return all tensors that `restore` needs besides the model, for saving or moving."""
         out = {
             "variance": self.variance,
-            "uncurved": torch.tensor(self.uncurved),
             "curved": self.curved,
             "chol": self.chol,
         }
@@ -220,7 +217,6 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
         form="dual" if data else "primal",
         indices=indices,
         variance=tensors["variance"],
-        uncurved=int(tensors["uncurved"]),
         curved=curved,
         chol=tensors["chol"]
         .mT.contiguous()
@@ -323,7 +319,6 @@ def invert(
         form=chosen,
         indices=indices,
         variance=variance,
-        uncurved=len(variance) - weights,
         curved=curved,
         chol=cholesky(matrix, strict=not scale.dim()),
         data=data,
@@ -359,7 +354,6 @@ def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
         form="primal",
         indices=None,
         variance=variance,
-        uncurved=len(variance) - weights,
         curved=curved,
         chol=cholesky(matrix),
         data={},
@@ -385,7 +379,6 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
         form="primal",
         indices=None,
         variance=1 / (diagonal + precision),
-        uncurved=int((diagonal < NO_CURVATURE * precision).sum()),
         curved=torch.zeros_like(diagonal, dtype=torch.bool),
         chol=diagonal.new_zeros(0, 0),
         data={},

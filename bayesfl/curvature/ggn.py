@@ -523,9 +523,10 @@ def check_outputs(likelihood: Likelihood, count: int) -> None:
     """
     one = isinstance(likelihood, Bernoulli)
     if isinstance(likelihood, Bernoulli | Categorical) and (count == 1) != one:
+        other = "Categorical()" if one else "Bernoulli(), or Gaussian(scale=...) for a regression"
         raise ValueError(
             f"likelihood {type(likelihood).__name__}() needs {'one output' if one else 'several'}, "
-            f"the model has {count}: pass likelihood={'Categorical' if one else 'Bernoulli'}()"
+            f"the model has {count}: pass likelihood={other}"
         )
 
 

@@ -40,7 +40,7 @@ from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.numerics import apart
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, require
-from bayesfl.curvature.dual import NO_CURVATURE, check_prior_precision
+from bayesfl.curvature.dual import check_prior_precision
 from bayesfl.curvature.factors import BLOCK, Outer
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import FactorRows, Rows
@@ -89,14 +89,12 @@ class Kronecker:
         eigenvalues: Eigenvalues of the GGN in these bases, $b_h a_i$ at the slot of weight (h, i),
             [D].
         precision: Prior precision, one number within each weight and each bias, [D].
-        uncurved: Number of weights without curvature, judged by the diagonal of the GGN itself.
     """
 
     curvature: Curvature
     bases: tuple[Basis, ...]
     eigenvalues: Tensor
     precision: Tensor
-    uncurved: int
 
     form = "kronecker"
     indices = None
@@ -111,17 +109,15 @@ class Kronecker:
         """Compute the variances in the bases, [D]."""
         return 1 / (self.eigenvalues + self.precision)
 
-    def with_precision(self, precision: Tensor, diagonal: Tensor) -> "Kronecker":
+    def with_precision(self, precision: Tensor) -> "Kronecker":
         """Return the inverse with the same factors under another prior precision [D].
-
-        `diagonal` [D] of the GGN determines which weights have curvature.
 
         Raises:
             ValueError: An entry of `precision` is not positive and finite, or entries differ within
                 a weight or bias.
         """
         _check_prior(self.curvature, precision)
-        return replace(self, precision=precision, uncurved=_uncurved(diagonal, precision))
+        return replace(self, precision=precision)
 
     def log_det(self) -> Tensor:
         """Compute the log determinant of the posterior precision H, in nats."""
@@ -218,11 +214,7 @@ class Kronecker:
         """Return all tensors that `restore_factors` needs in addition to the model, for saving or
         moving.
         """
-        out = {
-            "eigenvalues": self.eigenvalues,
-            "precision": self.precision,
-            "uncurved": torch.tensor(self.uncurved),
-        }
+        out = {"eigenvalues": self.eigenvalues, "precision": self.precision}
         for number, basis in enumerate(self.bases):
             out |= {f"left.{number}": basis.left, f"right.{number}": basis.right}
         return out
@@ -235,18 +227,10 @@ def restore_factors(curvature: Curvature, tensors: Tensors) -> Kronecker:
         Basis(places, tensors[f"left.{number}"], tensors[f"right.{number}"])
         for number, places in enumerate(_slots(curvature))
     ]
-    return Kronecker(
-        curvature,
-        tuple(bases),
-        tensors["eigenvalues"],
-        tensors["precision"],
-        int(tensors["uncurved"]),
-    )
+    return Kronecker(curvature, tuple(bases), tensors["eigenvalues"], tensors["precision"])
 
 
-def invert_factors(
-    curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor
-) -> Kronecker:
+def invert_factors(curvature: Curvature, x: Data, precision: Tensor) -> Kronecker:
     """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
@@ -254,7 +238,6 @@ def invert_factors(
             norms.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision [D], one number within each weight and each bias.
-        diagonal: Diagonal of the GGN, [D].
 
     Raises:
         ValueError: A covered parameter belongs to another type of layer; a layer is covered partly
@@ -263,7 +246,7 @@ def invert_factors(
         MemoryError: The factors exceed the available memory; the message has their size.
     """
     _check_prior(curvature, precision)
-    return of_factors(curvature, *factors(curvature, x), precision, diagonal)
+    return of_factors(curvature, *factors(curvature, x), precision)
 
 
 def factors(curvature: Curvature, x: Data) -> tuple[list[tuple[Tensor, Tensor]], int]:
@@ -307,10 +290,9 @@ def of_factors(
     found: list[tuple[Tensor, Tensor]],
     examples: int,
     precision: Tensor,
-    diagonal: Tensor,
 ) -> Kronecker:
     """Return the inverse for these `factors`, summed over a number of examples; see
-    `invert_factors` for `precision` and `diagonal`.
+    `invert_factors` for `precision`.
     """
     bases = []
     eigenvalues = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
@@ -321,9 +303,7 @@ def of_factors(
             a, right = torch.cat([a, a.new_ones(1)]), torch.block_diag(right, right.new_ones(1, 1))
         bases.append(Basis(slots, left, right))
         eigenvalues[slots] = torch.outer(b.clamp_min(0), a.clamp_min(0))
-    return Kronecker(
-        curvature, tuple(bases), eigenvalues, precision, _uncurved(diagonal, precision)
-    )
+    return Kronecker(curvature, tuple(bases), eigenvalues, precision)
 
 
 def diagonal_of(curvature: Curvature, found: list[tuple[Tensor, Tensor]], examples: int) -> Tensor:
@@ -334,10 +314,6 @@ def diagonal_of(curvature: Curvature, found: list[tuple[Tensor, Tensor]], exampl
         inputs = torch.cat([inputs, inputs.new_ones(1)]) if slots.shape[1] > len(inputs) else inputs
         out[slots] = torch.outer(outer.diagonal(), inputs)
     return out
-
-
-def _uncurved(diagonal: Tensor, precision: Tensor) -> int:
-    return int((diagonal < NO_CURVATURE * precision).sum())
 
 
 def _check_prior(curvature: Curvature, precision: Tensor) -> None:

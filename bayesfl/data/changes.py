@@ -40,7 +40,9 @@ def check_change(name: str, split: ClientData, change: Change) -> None:
     Warns:
         UserWarning: It changes its own state when it is called.
     """
-    x, before = _rows(split), digest_of(change)
+    spread = np.unique(np.linspace(0, len(split.index) - 1, TRIED_ROWS).astype(np.int64))
+    x = split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
+    before = digest_of(change)
     calls, drawn = [], False
     for _ in range(CALLS):
         with Addressed(0) as drawing:
@@ -83,12 +85,6 @@ def check_change(name: str, split: ClientData, change: Change) -> None:
             f"{name} changes what it holds or reads when it is called, so that saved runs and "
             "saved models of clients will not recognise it: fill that before, as in __init__",
         )
-
-
-def _rows(split: ClientData) -> Inputs:
-    """Return the rows on which a function is tried, spread over the clients."""
-    spread = np.unique(np.linspace(0, len(split.index) - 1, TRIED_ROWS).astype(np.int64))
-    return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
 
 
 def _tried_on(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs:

@@ -1,10 +1,17 @@
 """Names of clients and of classes: lists in the order of the clients or classes."""
 
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from bayesfl.base.warning import warn
+
+
+def natural(name: str) -> tuple[list[Any], str]:
+    """Return a key that sorts H2 before H10."""
+    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name)], name
 
 
 def ordered(name: str, values: object, remedy: str) -> None:
@@ -60,7 +67,7 @@ def named_clients(
         if pooled:
             remedy = (
                 f"pass a list in the order of the sorted client_ids, {reprlib.repr(list(order))}, "
-                "as [names[i] for i in sorted(set(client_ids))] makes of {id: name}"
+                "or of {id: name} client_ids=[names[i] for i in client_ids] without names"
             )
         ordered("names", given, remedy)
         named = [str(name) for name in given]

@@ -57,14 +57,6 @@ def _doubles(t: Tensor) -> bool:
     return t.dtype == torch.float64 and mapped(t)
 
 
-def _precision(x: Inputs) -> torch.dtype:
-    """Return the type of the first float among inputs, float32 where there is none or it is
-    shorter.
-    """
-    floats = [t.dtype for _, t in named(x) if t.is_floating_point()]
-    return torch.promote_types(floats[0], torch.float32) if floats else torch.float32
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors:
@@ -111,7 +103,9 @@ class ClientData:
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
         if self.dtype is None:
-            object.__setattr__(self, "dtype", _precision(self.x))
+            floats = [t.dtype for _, t in named(self.x) if t.is_floating_point()]
+            dtype = torch.promote_types(floats[0], torch.float32) if floats else torch.float32
+            object.__setattr__(self, "dtype", dtype)
         y, index, counts = self.y, self.index, self.counts
         for name, t in named(self.x):
             if t.dim() < 1 or len(t) != len(y):

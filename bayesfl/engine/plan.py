@@ -21,7 +21,7 @@ from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.options import whole
 from bayesfl.base.protocols import Batch
-from bayesfl.base.random import Purpose, Stage, generator, generators, key
+from bayesfl.base.random import Purpose, Stage, generator, key
 from bayesfl.composition.phases import Once, Phase, Repeat, steps_on_batch
 from bayesfl.data import ClientData
 from bayesfl.data.split import all_finite
@@ -50,8 +50,10 @@ def passes(
     if not callable(epochs):
         number = int(epochs) if float(epochs).is_integer() else epochs
         return np.full(len(ids), whole(f"epochs={phase.epochs!r}", number, least=1))
-    rngs = generators(seed, Purpose.EPOCHS, clients=ids, indices=np.zeros_like(ids), round=round)
-    found = [epochs(int(client), rng) for client, rng in zip(ids, rngs, strict=True)]
+    found = [
+        epochs(client, generator(seed, Purpose.EPOCHS, round=round, client=client))
+        for client in ids.tolist()
+    ]
     return np.array([whole("epochs", number, least=1) for number in found])
 
 
@@ -314,19 +316,14 @@ class PhasePlan:
         places = np.zeros((total, chunk, size), np.int64)
         weight = np.zeros((total, chunk, size), bool)
         epochs = -(-self.steps // self._per_epoch)
-        drawn = generators(
-            self._seed,
-            Purpose.PERMUTATION,
-            clients=np.repeat(self.ids, epochs),
-            indices=np.concatenate([np.arange(count) for count in epochs]),
-            **self._address,
-        )
         for c, (n, steps, per_epoch) in enumerate(
             zip(self._counts, self.steps, self._per_epoch, strict=True)
         ):
             order = np.zeros((epochs[c], int(per_epoch) * size), np.int64)
-            for row in order:
-                row[:n] = next(drawn).permutation(int(n))
+            address = {**self._address, "client": int(self.ids[c])}
+            for epoch, row in enumerate(order):
+                drawn = generator(self._seed, Purpose.PERMUTATION, index=epoch, **address)
+                row[:n] = drawn.permutation(int(n))
             places[:steps, c] = order.reshape(-1, size)[:steps]
             weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(
                 -1, size

@@ -171,7 +171,8 @@ class _Recorder(TorchFunctionMode):
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         options, drawn = kwargs or {}, self._drawing.drawn
-        if self._counts(args):
+        first = self._names.get(id(args[0]), "") if args else ""
+        if first.endswith("num_batches_tracked"):  # which no federation reads
             return func(*args, **options)
         known = [id(t) in self._places or id(t) in self._names for t in _tensors((args, options))]
         places: list[int] = []
@@ -189,8 +190,7 @@ class _Recorder(TorchFunctionMode):
         draws = self._drawing.drawn - drawn
         if draws > 1:
             raise Unrecordable(f"calls {name}, which draws several times")
-        written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
-        if written and name.endswith("_") and not name.endswith("__"):
+        if first and name.endswith("_") and not name.endswith("__"):
             raise Unrecordable(f"calls {name} on a parameter or a buffer")
         step = Operation(func, *given, tuple(places), 0, None, drawn if draws else None, False)
         self._draws += draws
@@ -206,10 +206,6 @@ class _Recorder(TorchFunctionMode):
         self._places[id(t)] = place
         self._kept.append(t)
         return place
-
-    def _counts(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a norm counts its batches; no federation reads this counter."""
-        return (self._names.get(id(args[0]), "") if args else "").endswith("num_batches_tracked")
 
     def _told(self, value: Any, places: list[int]) -> Any:
         """Return arguments with `Given` for their tensors, and append the tensors' places."""

@@ -170,10 +170,6 @@ class Audit(Shown):
             ]
         return Sheet(shown, notes=tuple(self._said()))
 
-    def table(self) -> str:
-        """Return the audit as text, with notes on chance below it."""
-        return str(self.sheet())
-
     def _pooled(self, counts: int, rows: int) -> str:
         low, high = clopper_pearson(np.array(counts), np.array(rows), self.delta)
         return f"{counts / rows:.2f}, {low:.2f} to {high:.2f} with probability {1 - self.delta:g}"
@@ -183,14 +179,14 @@ class Audit(Shown):
         said = [f"All intervals of a column hold together with probability {1 - self.delta:g}."]
         if self.level is not None and units:
             said += [
-                f"Promised: {self.level:g}."
+                f"Nominal coverage {self.level:g}."
                 + (
-                    f" If all {units} {self.by}s had exactly that, the worst would read "
-                    f"{self.worst_by_chance:.2f} on average, by chance."
+                    " With exact coverage everywhere, the lowest observed coverage would average "
+                    f"{self.worst_by_chance:.2f}."
                     if units > 1
                     else ""
                 ),
-                f"Below the promise: {', '.join(self.below) or 'none'}.",
+                f"Significantly below it: {', '.join(self.below) or 'none'}.",
                 "All rows together: "
                 f"{self._pooled(int(np.asarray(self.held).sum()), int(self.rows.sum()))}.",
             ]
@@ -200,7 +196,7 @@ class Audit(Shown):
         if self.risk is not None and (answers := int(np.asarray(self.answered).sum())):
             wrong = answers - int(np.asarray(self.answered_right).sum())
             said += [
-                f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at "
+                f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; nominal: at "
                 f"most {self.risk:g}."
             ]
         if self.examples is not None and self.examples < self.rows.sum():
@@ -332,7 +328,7 @@ class Counting:
         Args:
             state: The sums over clients.
             level: Guaranteed coverage of sets or intervals; None without any.
-            risk: The share of wrong answers that is promised; None where all rows are answered.
+            risk: The guaranteed maximum share of wrong answers; None where all rows are answered.
             delta: Probability with which any of the intervals of a column may miss, in (0, 1).
         """
         sums = {name: t.numpy() for name, t in state.items()}

@@ -24,7 +24,7 @@ class History:
     `before_pool_` the models before aggregation, of the clients that trained in this round;
     `global_` the server's model; `validation_` as `personal_`, on the validation split. Without
     `pooled_` a measure is the mean over clients; with it, the measure of all clients' examples
-    together. `report.write_csv(path, history)` writes the rows to a file.
+    together. `pandas.DataFrame(list(history))` has the rows as a data frame.
 
     Args:
         rows: Mappings from column to number.

@@ -9,17 +9,15 @@ FedAvg  0.809 ± 0.002
 FedEM   0.838 ± 0.003*
 """
 
-import csv
 import dataclasses
 import datetime
 import importlib.metadata
-import io
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -152,26 +150,6 @@ def _cells(
     finite = [round(one.value, spec.digits) for one in cells if math.isfinite(one.value)]
     best = (max if spec.better == "higher" else min)(finite) if len(finite) > 1 else None
     return [one._replace(best=round(one.value, spec.digits) == best) for one in cells]
-
-
-def write_csv(
-    path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]
-) -> None:
-    """Write rows as a CSV file, atomically.
-
-    Args:
-        path: The file.
-        rows: One mapping for each line, such as a run's history. The header has all their keys in
-            order of appearance; keys that a row lacks are left empty. Floats keep all their digits.
-    """
-    rows = list(rows)
-    header = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    atomic_write(path, text.getvalue())
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:

@@ -298,36 +298,6 @@ def begun(
     )
 
 
-def taken_up(
-    saved: Deployed,
-    settings: Settings,
-    clients: int,
-    dtype: torch.dtype,
-    session: str,
-    calibration: tuple[Step, ...],
-) -> Deployed:
-    """Continue a saved state in a new session and under new settings; `rounds` and `evaluate_every`
-    may change, any other change would make it another experiment.
-
-    Fitted steps of calibration are kept if the steps are unchanged.
-
-    Raises:
-        ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
-    """
-    settings.check_goes_on(
-        saved.settings,
-        saved.round,
-        clients=(saved.clients, clients),
-        dtype=(saved.dtype, dtype),
-    )
-    same = calibration == saved.calibration
-    after = saved.after if same else answers_of(saved.answers, saved.algorithm)
-    sessions = (*saved.sessions, session)
-    return replace(
-        saved, settings=settings, sessions=sessions, calibration=calibration, after=after
-    )
-
-
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
     """Return `Deployed.base` for every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}

@@ -153,22 +153,13 @@ class Journey(Transport):
                 continue
             self._acknowledged.add(client)
             if sends:
-                yield self._replies(client, message, records.measure(reply, "metrics", "train_nll"))
-
-    def _replies(self, client: int, message: Message, loss: float | None) -> Replies:
-        state = self._state
-        reported = nest({name: t.unsqueeze(0) for name, t in message.tensors.items()})
-        sent = {
-            name: reported.pop(name) for name, block in state.algorithm.blocks.items() if block.pool
-        }
-        ids = np.array([client])
-        return Replies(
-            ids,
-            torch.from_numpy(self.counts[ids]).to(state.dtype),
-            sent,
-            reported,
-            np.array([np.nan if loss is None else loss]),
-        )
+                reported = nest({name: t.unsqueeze(0) for name, t in message.tensors.items()})
+                blocks = self._state.algorithm.blocks.items()
+                sent = {name: reported.pop(name) for name, block in blocks if block.pool}
+                n = torch.from_numpy(self.counts[[client]]).to(self._state.dtype)
+                loss = records.measure(reply, "metrics", "train_nll")
+                losses = np.array([np.nan if loss is None else loss])
+                yield Replies(np.array([client]), n, sent, reported, losses)
 
 
 def _size(content: RecordDict) -> int:

@@ -47,7 +47,7 @@ from bayesfl.federation.settings import (
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import agreement, reading
 from bayesfl.flower import records
-from bayesfl.flower.deployed import DEPLOYMENT, Deployed, bases, begun, load, opened, taken_up
+from bayesfl.flower.deployed import DEPLOYMENT, Deployed, bases, begun, load, opened
 from bayesfl.flower.network import Connection, Journey
 from bayesfl.flower.orders import orders
 from bayesfl.flower.post import REMIND, Failure, answers, total
@@ -236,7 +236,21 @@ class _OverFlower(Clients[Deployed]):
         before = opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and files.checkpoints(self.folder):
             saved = load(self.folder, algorithm)
-            state = taken_up(saved, settings, clients, dtype, session, self.calibration)
+            settings.check_goes_on(
+                saved.settings,
+                saved.round,
+                clients=(saved.clients, clients),
+                dtype=(saved.dtype, dtype),
+            )
+            same = self.calibration == saved.calibration
+            after = saved.after if same else answers_of(saved.answers, algorithm)
+            state = replace(
+                saved,
+                settings=settings,
+                sessions=(*saved.sessions, session),
+                calibration=self.calibration,
+                after=after,
+            )
             if before is not None:
                 refuse_other_start(self.folder, state.began, before.origin)
             log.info("continuing after round %d of experiment %s", state.round, state.experiment)
@@ -293,10 +307,15 @@ class _OverFlower(Clients[Deployed]):
                 )
         self.save(state)  # experiment, session and keys must be stored before they are used
         if state.before is not None and not state.round and state.start and algorithm.adapt:
-            places = enumerate(state.before.places)
-            state = self._adapted(
-                state, [j for j, place in places if place is None and not state.base[j]]
-            )
+            base, places = list(state.base), enumerate(state.before.places)
+            new = [j for j, place in places if place is None and not base[j]]
+            messages = orders(state, np.array(new, np.int64), set(), self._named(state))
+            for client, reply in self.network.ask("train.adapt", messages, group="adapt"):
+                if isinstance(reply, Failure):  # it starts from the method's own start
+                    log.warning("%s did not adapt: %s", roster.called(client), reply.reason)
+                else:
+                    base[client] = state_name(0, state.sessions[-1])
+            state = replace(state, base=tuple(base))
             self.save(state)
         return state
 
@@ -313,21 +332,6 @@ class _OverFlower(Clients[Deployed]):
                 if isinstance(one, Deployed) and one.experiment == state.experiment
             ),
         ]
-
-    def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
-        """Let new clients adapt to the server's state; a client that fails to adapt starts from the
-        method's own start.
-        """
-        base = list(state.base)
-        messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
-        for client, reply in self.network.ask("train.adapt", messages, group="adapt"):
-            if isinstance(reply, Failure):
-                log.warning(
-                    "%s did not adapt: %s", self.network.roster.called(client), reply.reason
-                )
-            else:
-                base[client] = state_name(0, state.sessions[-1])
-        return replace(state, base=tuple(base))
 
     def attempt(self, run: Deployed) -> Journey:
         return Journey(self.network, run, self._named(run))

@@ -27,6 +27,7 @@ from torch import Tensor
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
+from bayesfl.data.names import natural
 from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
@@ -270,10 +271,13 @@ def analyse(
     names, count = ((), sites) if isinstance(sites, int) else (tuple(sites), len(sites))
     roster = _SiteRoster(count, {}, timeout, awaited=names)
     roster.wait(grid, least=roster.clients, timeout=timeout)
-    nodes = {name: roster.nodes[place] for place, name in roster.names.items()}
+    nodes = {
+        name: roster.nodes[place]
+        for place, name in sorted(roster.names.items(), key=lambda one: natural(one[1]))
+    }
     terms, offset, weighing = roster.design
     design = wire.read(terms), offset or None, cast(Weighing, weighing)
-    return analysis(RemoteSites(grid, dict(sorted(nodes.items())), *design, timeout, formula))
+    return analysis(RemoteSites(grid, nodes, *design, timeout, formula))
 
 
 @dataclass

@@ -5,13 +5,12 @@ an order.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.options import Range, declared, listed, number
+from bayesfl.base.options import declared, listed, number
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
 
@@ -93,21 +92,17 @@ def _weight_of(weights: tuple[float, ...] | None, like: Tensor, classes: int) ->
 @declared
 class Categorical:
     """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss
-    with class weights or label smoothing.
+    with class weights.
 
-    With weights w and smoothing s the loss of an example of class y is, as in
-    `torch.nn.functional.cross_entropy`,
-
-        $(1 - s) w_y nll_y + s / O sum_o w_o nll_o$, $nll_o = -log softmax(outputs)_o$,
-
-    which is no negative log likelihood of a distribution. Measures are not affected: they compare
-    probabilities with labels. A mean loss is the sum of these over n, as of torch's
-    `reduction="none"`, and not torch's weighted mean, which divides by the sum of the weights.
+    With weights w the loss of an example of class y is, as in `torch.nn.functional.cross_entropy`,
+    $-w_y log softmax(outputs)_y$, which is no negative log likelihood of a distribution. Measures
+    are not affected: they compare probabilities with labels. A mean loss is the sum of these over
+    n, as of torch's `reduction="none"`, and not torch's weighted mean, which divides by the sum of
+    the weights.
 
     Args:
         weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor, as
             the federation's `balanced_weights`; None for 1.
-        smoothing: Share s of the loss that all classes have alike, in [0, 1).
 
     Raises:
         ValueError: A weight is negative or not finite.
@@ -119,7 +114,6 @@ class Categorical:
     """
 
     weights: tuple[float, ...] | None = None
-    smoothing: Annotated[float, Range(0, 1, "[")] = 0.0
     task = "classification"
 
     def __post_init__(self) -> None:
@@ -137,22 +131,15 @@ class Categorical:
     @property
     def plain(self) -> bool:
         """Return whether the loss is the negative log likelihood itself."""
-        return self.weights is None and not self.smoothing
+        return self.weights is None
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which
         broadcast: the cross-entropy if plain.
         """
         labels = y.expand(outputs.shape[:-1]).flatten()
-        options = (
-            {}
-            if self.plain
-            else {
-                "weight": _weight_of(self.weights, outputs, outputs.shape[-1]),
-                "label_smoothing": self.smoothing,
-            }
-        )
-        return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none", **options).view(
+        weight = None if self.plain else _weight_of(self.weights, outputs, outputs.shape[-1])
+        return F.cross_entropy(outputs.flatten(0, -2), labels, weight, reduction="none").view(
             outputs.shape[:-1]
         )
 
@@ -167,25 +154,15 @@ class Categorical:
         if self.plain:
             nll = -log_probs.gather(-1, places).squeeze(-1)
             return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
-        target = self.targets(outputs, y)
-        return -(target * log_probs).sum(-1), target.sum(
-            -1, keepdim=True
-        ) * log_probs.exp() - target
-
-    def targets(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the weighted and smoothed labels t [..., B, O]; `nll` is -sum_o t_o log
-        softmax(outputs)_o. They are onehot(y) if plain.
-        """
-        weights = _weight_of(self.weights, outputs, outputs.shape[-1])
-        places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
-        target = (self.smoothing / outputs.shape[-1] * weights).expand(outputs.shape)
-        return target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
+        weight = self.times(outputs, places)
+        slope = (weight * log_probs.exp()).scatter_add(-1, places, -weight)
+        return -(weight * log_probs.gather(-1, places)).squeeze(-1), slope
 
     def times(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return how many times that of the plain loss the Hessian of `nll` in `outputs` is, [...,
         B].
         """
-        return self.targets(outputs, y).sum(-1)
+        return _weight_of(self.weights, outputs, outputs.shape[-1])[y]
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws

@@ -7,7 +7,7 @@ does not use torch's global generator. `split` gives any other module the same t
 from bayesfl.models.converting import group_norm
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.hugging_face import logits
-from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
+from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp
 from bayesfl.models.starts import anew
 from bayesfl.models.transformer import transformer
 
@@ -21,7 +21,6 @@ __all__ = [
     "lenet",
     "logits",
     "mlp",
-    "resnet18",
     "split",
     "transformer",
 ]

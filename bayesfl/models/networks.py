@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from bayesfl.base.options import Count, Positive, declared, whole
@@ -215,91 +214,6 @@ def cifar100_cnn(
         ]
     layers[-1] = nn.AdaptiveAvgPool2d(1)
     return SplitModel(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
-
-
-class _Residual(nn.Module):
-    """A block of two 3x3 convolutions with group norm, added to its input."""
-
-    def __init__(self, before: int, after: int, stride: int, groups: int) -> None:
-        super().__init__()
-        self.steps = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(groups, after),
-            nn.ReLU(),
-            nn.Conv2d(after, after, 3, padding=1, bias=False),
-            nn.GroupNorm(groups, after),
-        )
-        same = before == after and stride == 1
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(
-                nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.GroupNorm(groups, after)
-            )
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.steps(x) + self.shortcut(x))
-
-
-@declared
-@seeded
-def resnet18(
-    inputs: Sequence[int],
-    *,
-    outputs: Count,
-    groups: Count = 2,
-    width: Count = 64,
-    head_scale: Positive | None = None,
-    seed: int = 0,
-) -> SplitModel:
-    """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four
-    stages, averaged | outputs.
-
-    Batch norm's running averages are misleading in a federation with label skew, and vmap does not
-    support them.
-
-    Args:
-        inputs: (channels, height, width) of an image.
-        outputs: Number of outputs.
-        groups: Number of groups of each norm.
-        width: Number of channels of the first stage, a multiple of `groups`.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
-            default.
-        seed: Seed of the start.
-
-    Raises:
-        ValueError: `inputs` is not the shape of an image.
-
-    References:
-        He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in
-        federated learning: Hsieh et al., "The non-IID data quagmire of decentralized machine
-        learning", ICML 2020; two groups: Reddi et al., "Adaptive federated optimization", ICLR
-        2021.
-
-    Example:
-        >>> model = bf.models.resnet18((3, 32, 32), outputs=10)
-        >>> model(torch.zeros(1, 3, 32, 32)).shape
-        torch.Size([1, 10])
-    """
-    depth = sizes("inputs", inputs)[0]
-    layers: list[nn.Module] = [
-        nn.Conv2d(depth, width, 3, padding=1, bias=False),
-        nn.GroupNorm(groups, width),
-        nn.ReLU(),
-    ]
-    before = width
-    for stage in range(4):
-        after = width * 2**stage
-        layers += [
-            _Residual(before, after, 1 if stage == 0 else 2, groups),
-            _Residual(after, after, 1, groups),
-        ]
-        before = after
-    return SplitModel(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(before, outputs),
-    )
 
 
 class _Reader(nn.Module):

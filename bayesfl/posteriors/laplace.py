@@ -20,7 +20,6 @@ ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a 
 overconfidence in ReLU networks", ICML 2020; for `kfac` see `bayesfl.curvature.kronecker`.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -290,12 +289,6 @@ class Laplace(Drawn):
         """Compute the log determinant of the posterior precision H_S, in nats."""
         return self.inverse.log_det()
 
-    def entropy(self) -> Tensor:
-        """Compute the differential entropy of the selected weights, in nats; the other weights are
-        constants and contribute nothing.
-        """
-        return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
-
     def log_marginal_likelihood(
         self, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
     ) -> Tensor:
@@ -393,7 +386,7 @@ class Laplace(Drawn):
             _check_count(self.examples, count(of_batch(x)))
         prior = self.curvature.vector(precision)
         if isinstance(self.inverse, Kronecker):
-            inverse = self.inverse.with_precision(prior, self.diagonal)
+            inverse = self.inverse.with_precision(prior)
         else:
             inverse = _inverse(
                 self.curvature,
@@ -482,7 +475,7 @@ def _inverse(
         raise TypeError(f"structure {structure!r} needs the inputs x of the fit")
     same = _Same(x, examples, curvature.device)
     if structure == "kfac":
-        return kronecker.invert_factors(curvature, same, prior, diagonal=diagonal)
+        return kronecker.invert_factors(curvature, same, prior)
     return invert(curvature, same, prior, indices=indices, diagonal=diagonal, weight=weight)
 
 

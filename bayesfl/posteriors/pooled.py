@@ -217,10 +217,8 @@ class PooledCurvature:
                 for place, (h, i) in enumerate(kronecker.orders(curvature))
             ]
             diagonal = kronecker.diagonal_of(curvature, factors, examples)
-            flat = curvature.vector(1.0)
-            found = kronecker.of_factors(curvature, factors, examples, flat, diagonal)
-            inverted = partial(found.with_precision, diagonal=diagonal)
-            return diagonal, lambda: found.eigenvalues, inverted
+            found = kronecker.of_factors(curvature, factors, examples, curvature.vector(1.0))
+            return diagonal, lambda: found.eigenvalues, found.with_precision
         ggn = _whole(total["ggn"], curvature.size)
         # Sums of rounded numbers, as under secure sums, may be negative.
         return (

@@ -252,7 +252,8 @@ def by_validation(
 
     Among precisions that fit equally well, the largest changes the predictions least. Predictions
     are therefore no worse than those of the weights alone, up to the noise of the held-out data. A
-    warning is issued if the precision is the smallest of the grid.
+    warning is issued if the precision is at the lower edge of the grid, or at an upper edge below
+    1e4.
 
     Args:
         fitted: The approximation, under any precision.
@@ -277,12 +278,15 @@ def by_validation(
                 losses[precision] = found
     each = torch.stack(list(losses.values()))
     best = largest_alike(each.sum(1), each @ each.T, each.shape[1])
-    if best == 0 and len(losses) > 1:
+    precision = tuple(losses)[best]
+    upper = max(losses) < GRID[-1]  # beyond it, predictions are those of the weights alone
+    if len(losses) > 1 and (best == 0 or (upper and precision == max(losses))):
         warn(
-            f"the precision is at the lower edge of its grid, {min(losses):g}: the held-out data "
-            "do not bound it; hold out more of them, or pass a wider grid"
+            f"the precision is at the {'upper' if best else 'lower'} edge of its grid, "
+            f"{precision:g}: the held-out data do not bound it; hold out more of them, or pass a "
+            "wider grid"
         )
-    return fitted.with_precision(x, tuple(losses)[best])
+    return fitted.with_precision(x, precision)
 
 
 def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:

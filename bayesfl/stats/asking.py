@@ -209,21 +209,17 @@ class Released:
         return "each site's answers were seen"
 
     @property
-    def beyond(self) -> Counter[str]:
-        """Return the number of answers that break each rule of the default policy."""
-        return Counter(
-            rule.split()[0] for asked in self.questions for rule in asked.beyond.values()
-        )
-
-    @property
     def judged(self) -> str:
         """Return a text with the number of answers that rest on few people, and of those that the
         default policy refuses.
         """
-        few = sum(self.beyond[rule] for rule in ("min_level", "exact_times"))
+        beyond = Counter(
+            rule.split()[0] for asked in self.questions for rule in asked.beyond.values()
+        )
+        few = sum(beyond[rule] for rule in ("min_level", "exact_times"))
         told = f"answers that rest on fewer than {DEFAULT.min_level} people: {few}"
-        if self.beyond:
-            rules = ", ".join(f"{rule} {count}" for rule, count in self.beyond.items())
+        if beyond:
+            rules = ", ".join(f"{rule} {count}" for rule, count in beyond.items())
             told += f"; answers that the default policy refuses, by its rule: {rules}"
         return told
 

@@ -92,21 +92,20 @@ class Refits(Answered, ABC):
     said: tuple[str, ...] = ()
     refit: Callable[[Sequence[str]], Any]
 
-    @property
-    def n(self) -> float:
-        """Return the number of rows of all sites, counted by weight."""
-        return sum(self.rows.values())
-
-    @property
-    def questions(self) -> int:
-        """Return the number of questions."""
-        return len(self.released.questions)
-
     def interval(self, term: str, level: float) -> dict[str, float]:
-        """Return `estimate`, `low` and `high` of a coefficient."""
-        row = self.table(level).loc[term]
+        """Return `estimate`, `low` and `high` of a coefficient.
+
+        Raises:
+            ValueError: There is no such coefficient.
+        """
+        try:
+            row = self.table(level).loc[term]
+        except KeyError:
+            raise ValueError(
+                f"there is no coefficient {term!r}; there are {list(self.table().index)}"
+            ) from None
         return dict(
-            zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(like=" %")), strict=True)
+            zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(regex=" %$")), strict=True)
         )
 
     @abstractmethod
@@ -126,9 +125,10 @@ class Refits(Answered, ABC):
             for site, count in self.rows.items()
         ]
         lines = [
-            f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
+            f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows: "
+            f"{'; '.join(with_events)}",
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            f"{self.questions} questions; "
+            f"{len(self.released.questions)} questions; "
             + ", ".join(
                 f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
                 for what, value in self._facts().items()
@@ -191,7 +191,7 @@ class Refits(Answered, ABC):
             parts,
             lead="A fit to the rows of several sites, which stayed there. What each sent is listed "
             f"below; {self.released.judged}.",
-            headline={"sites": len(self.rows), **large, "questions": self.questions},
+            headline={"sites": len(self.rows), **large, "questions": len(self.released.questions)},
         )
 
     def without(self, *sites: str) -> Any:
@@ -223,13 +223,15 @@ class Refits(Answered, ABC):
                 "leave_one_out is not available where answers are added unseen: the sum of all "
                 "sites minus that of all but one is one site's answer. without() leaves several out"
             )
-        parts = {
-            f"without {site}": [name for name in self.rows if name != site] for site in self.rows
-        }
-        return self._refitted(parts, term, level)
+        return self._refitted(
+            {f"without {site}": [name for name in self.rows if name != site] for site in self.rows},
+            term,
+            level,
+        )
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         rows: dict[str, dict[str, Any]] = {}
+        whole = self.interval(term, level)
         for name, sites in parts.items():
             try:
                 with self.released.also():
@@ -239,8 +241,7 @@ class Refits(Answered, ABC):
                 row = {"why": str(error).partition(":")[0].partition(", so")[0]}
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
-        everyone = sum(self.rows.values())
-        rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
+        rows["all sites"] = {"rows": self.n, **whole, "why": ""}
         found = pandas.DataFrame.from_dict(rows, orient="index")
         return found[["estimate", "low", "high", "rows", "why"]]
 
@@ -323,6 +324,16 @@ class Compared(Refits, ABC):
         ]
         return "\n".join(filter(None, lines))
 
+    def _with_ratios(self, table: Any) -> Any:
+        """Return a table with the exponentials of the estimates and of the ends of intervals of
+        `names`, if these are logarithms of ratios.
+        """
+        if self.ratio is None:
+            return table
+        with np.errstate(over="ignore"):  # of a column in a large unit
+            ratios = np.exp(table.loc[list(self.names)].filter(regex="^coef$|^mean$| %$"))
+            return table.join(ratios.add_prefix("exp(").add_suffix(")"))
+
     def _asked(self, question: str, *given: Any) -> Any:
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
@@ -363,13 +374,11 @@ class Fit(Compared):
     scale: float = 1.0
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def coefficients(self) -> Any:
-        """Return the estimates as a series of pandas, by name."""
-        return pandas.Series(self.estimate.numpy(), index=list(self.names))
-
     def table(self, level: float = 0.95) -> Any:
         """Return estimates, errors, statistics, p values and intervals as a data frame of pandas.
+
+        If coefficients are logarithms of ratios, `exp(coef)` is the ratio, and `exp(2.5 %)` and
+        `exp(97.5 %)` are the ends of its interval.
 
         Args:
             level: Probability of the intervals.
@@ -386,12 +395,9 @@ class Fit(Compared):
             f"{50 * (1 - level):g} %": estimate - reach,
             f"{50 * (1 + level):g} %": estimate + reach,
         }
-        if self.ratio is not None:
-            with np.errstate(over="ignore"):  # of a column in a large unit
-                columns["exp(coef)"] = np.exp(estimate)
         if isinstance(self.degrees, Tensor):
             columns["df"] = self.degrees.numpy()
-        return pandas.DataFrame(columns, index=list(self.names))
+        return self._with_ratios(pandas.DataFrame(columns, index=list(self.names)))
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts about the fit, {what: value}, for a report."""

@@ -11,7 +11,7 @@ Their sums are slope and Hessian of the profile likelihood. No own intercept lea
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -459,7 +459,7 @@ def glm(
         ... }
         >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
         >>> fit = bf.stats.glm(sites, family="binomial")
-        >>> round(float(fit.coefficients["dose"]), 3)
+        >>> round(float(fit.table()["coef"]["dose"]), 3)
         1.345
     """
     return regression(
@@ -510,8 +510,15 @@ def regression(
     centre, scale = standard(sums, columns)
     outcome = getattr(asked.sites, "outcome", None) or "outcome"
     middle, unit = outcome_unit(family, sums, outcome)
-    if per_site and prior is None:
-        asked.leave_out(_silent(family, rows, events))
+    if per_site and prior is None and family != "gaussian":
+        # The own intercept of a site whose outcome has a single level absorbs all information.
+        none = {name: "none of its {:g} rows has an event" for name in rows if not events[name]}
+        full = {
+            name: "all of its {:g} rows have an event"
+            for name in rows
+            if family in BINARY and math.isclose(events[name], rows[name])
+        }
+        asked.leave_out({name: why.format(rows[name]) for name, why in (none | full).items()})
     sites, kept = asked.sites, asked.sites.names
     if not kept:
         told = "; ".join(f"{name}, {why}" for name, why in asked.left_out.items())
@@ -642,20 +649,6 @@ def _by_site(
     refuse_alone(found["alone"], names)
     square = found["square"] + found["outer"].square().sum((1, 2))
     return root @ found["meat"] @ root.T, found["trace"].square() / square
-
-
-def _silent(family: str, rows: Mapping[str, float], events: Mapping[str, float]) -> dict[str, str]:
-    """Return the sites whose outcome has a single level, with the reason: their own intercept
-    absorbs all information.
-    """
-    none = {name: "none of its {:g} rows has an event" for name in rows if not events[name]}
-    full = {
-        name: "all of its {:g} rows have an event"
-        for name in rows
-        if family in BINARY and math.isclose(events[name], rows[name])
-    }
-    why = {} if family == "gaussian" else none | full
-    return {name: told.format(rows[name]) for name, told in why.items()}
 
 
 def _evidence(survey: Likelihood, state: Tensors, sites: int) -> float:

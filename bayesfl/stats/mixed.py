@@ -619,7 +619,8 @@ class Mixed(Compared):
     def table(self, level: float = 0.95) -> Any:
         """Return means, standard deviations and intervals as a data frame of pandas, and beside
         them the estimate of maximum likelihood, `ML`, or of the restricted one, `REML`, with
-        standard errors of coefficients.
+        standard errors of coefficients. If coefficients are logarithms of ratios, `exp(mean)`,
+        `exp(2.5 %)` and `exp(97.5 %)` are the exponentials.
 
         Args:
             level: Probability of the intervals, between quantiles.
@@ -627,7 +628,7 @@ class Mixed(Compared):
         found = dict(zip(self.names, self.shared.T, strict=True))
         for one in self.levels:
             found |= one.named(one.covariance)
-        table = summaries({**found, **self.others}, level)
+        table = self._with_ratios(summaries({**found, **self.others}, level))
         named = "REML" if self.restricted else "ML"
         beside = {named: self.estimate, f"{named} se": self.errors}
         return table.assign(

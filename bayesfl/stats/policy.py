@@ -130,7 +130,8 @@ class Policy:
         """Record an answer for the check of later questions."""
         self.ledger.keep(site, self._indicators(question, site))
         for (time, event), ends in question.ends.items():
-            self.ledger.keep_ends(site, time, event, ends)
+            known = self.ledger.ends.setdefault(site.name, {})
+            known[f"{time}, {event}"] = sorted({*known.get(f"{time}, {event}", []), *ends})
         if question.hidden:
             self.ledger.hidden.add(frozenset(question.tables.names))
 

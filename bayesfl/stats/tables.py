@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
+from bayesfl.data.names import natural
 from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
@@ -347,7 +348,13 @@ def tables(
             "frames is a mapping of sites' names to their data frames, as "
             "{'north': pandas.read_csv('north.csv')}"
         )
-    frames = {name: pandas_of(frame) for name, frame in _by_text(frames).items()}
+    names = [str(name) for name in frames]
+    if twice := sorted((name for name in frames if names.count(str(name)) > 1), key=str):
+        raise ValueError(
+            f"the names {twice[0]!r} and {twice[1]!r} would be two sites of one name: give one "
+            "site's rows one name, as frame.groupby(frame['site'].astype(str)) does"
+        )
+    frames = {str(name): pandas_of(frame) for name, frame in frames.items()}
     parts: tuple[Any, ...] = tuple(
         term if hasattr(term, "columns") else Number(str(term)) for term in terms
     )
@@ -376,7 +383,7 @@ def tables(
     beside = tuple(name for name in (outcome, offset, weights) if name is not None)
     wanted = dict.fromkeys((*beside, *also))
     sites, gaps = [], {}
-    for name in sorted(frames):  # so that sums do not depend on the order given
+    for name in sorted(frames, key=natural):  # so that sums do not depend on the order given
         frame = frames[name]
         x = design(frame, parts, name).numpy()
         given = {column: numbers(frame, column, name) for column in beside}
@@ -422,21 +429,6 @@ def tables(
     places = np.arange(len(sites))
     sources += tuple(name for name in (offset, weights) if name is not None)
     return Tables(tuple(sites), parts, columns, outcome, places, sources, policy, offset)
-
-
-def _by_text(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a mapping by site with the sites' names as text.
-
-    Raises:
-        ValueError: Two names are the same as text.
-    """
-    names = [str(name) for name in given]
-    if twice := sorted((name for name in given if names.count(str(name)) > 1), key=str):
-        raise ValueError(
-            f"the names {twice[0]!r} and {twice[1]!r} would be two sites of one name: give one "
-            "site's rows one name, as frame.groupby(frame['site'].astype(str)) does"
-        )
-    return dict(zip(names, given.values(), strict=True))
 
 
 def design(frame: Any, terms: Sequence[Any], site: str = "the frame") -> Tensor:

@@ -65,8 +65,10 @@ def grids(
         without = [name for name, make in methods.items() if not _has(make, option)]
         if len(without) == len(methods):
             _refuse(option, "no method has", list(methods.values()))
-        if without := [name for name in without if option not in found[name]]:
-            notes.append(f"{option} is no option of {', '.join(without)}")
+        if told := [
+            _told(name, methods[name], option) for name in without if option not in found[name]
+        ]:
+            notes.append(f"{option} is no option of {', '.join(told)}")
     return found, tuple(notes)
 
 
@@ -98,6 +100,12 @@ def _has(make: Make, option: str) -> bool:
     return option in parameters or any(
         one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
     )
+
+
+def _told(name: str, make: Make, option: str) -> str:
+    """Return a method's name, with its options that end in the name of another one."""
+    own = [one for one in inspect.signature(make).parameters if one.endswith(f"_{option}")]
+    return f"{name} (it has {', '.join(own)})" if own else name
 
 
 def _refuse(option: str, who: str, makers: Sequence[Make]) -> None:

@@ -1,6 +1,4 @@
-"""Reports of studies: one page with means over seeds, learning curves, methods client by client,
-and every run.
-"""
+"""Reports of studies: one page with means over seeds, learning curves, and every run."""
 
 import os
 from typing import Any
@@ -31,7 +29,6 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
         Section("Methods", means + study._means()._repr_html_() + drawn),
         *[Section("Options and notes", notes)] * bool(notes),
         *_curves(study),
-        *_clients(study),
         Section("Cost of a round", study._budgets()._repr_html_()),
         Section("Runs", _runs(study)),
         Section("Environment", facts(study.rows[0].record.environment or environment())),
@@ -61,26 +58,6 @@ def _curves(study: Any) -> list[Section]:
         if row.record.error is None:
             histories.setdefault(row.method, []).append(row.record.history)
     return curves(histories)
-
-
-def _clients(study: Any) -> list[Section]:
-    """Show measures of every client under every method, of the first seed that all have."""
-    done = {(row.method, row.seed): row for row in study.rows if row.record.error is None}
-    seeds = [row.seed for row in study.rows if all((m, row.seed) in done for m in study.methods)]
-    found = {method: done[method, seed].clients() for seed in seeds[:1] for method in study.methods}
-    known = {method: of for method, of in found.items() if of is not None}
-    names = {tuple(of["client"]) for of in known.values()}
-    if len(names) != 1:
-        return []
-    columns: dict[str, Any] = {"client": names.pop()}
-    for measure in ("accuracy", "rmse", "nll"):
-        columns |= {
-            f"{in_prose(measure)}, {method}": of[measure]
-            for method, of in known.items()
-            if measure in of
-        }
-    told = f"<p>Test data of each client after the last round, seed {seeds[0]}.</p>"
-    return [Section("Clients", told + table(columns))]
 
 
 def _runs(study: Any) -> str:

@@ -97,12 +97,15 @@ class Study:
     ) -> None:
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} belongs to a single cell; a study has a folder and seeds")
-        for name, given in {**methods, "model": model, "data": data}.items():
+        for name, given, of in (
+            *((f"methods[{name!r}]", make, "network") for name, make in methods.items()),
+            ("model", model, "clients"),
+            ("data", data, "seed"),
+        ):
             if isinstance(given, nn.Module) or not callable(given):
                 raise ValueError(
-                    f"{name} must be a function that makes it for each cell, as "
-                    "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
-                    f"data, got a {type(given).__name__}"
+                    f"{name} must be a function of the {of}, as lambda {of}: ..., got "
+                    f"{type(given).__name__}"
                 )
         # Copies, as callbacks that another run uses change.
         settings = {"rounds": rounds, **anew(settings)}

@@ -159,8 +159,8 @@ class Table:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the study: one page of HTML that needs no other file.
 
-        It has the table of means over seeds, learning curves, the chosen options, every method's
-        measures by client, what a client computes and sends, all runs, and the environment.
+        It has the table of means over seeds, learning curves, the chosen options, what a client
+        computes and sends, all runs, and the environment.
 
         Args:
             path: The file, as `report.html`.
@@ -313,9 +313,7 @@ class Table:
         table = self._settled()
         wanted = table._columns(columns)
         values: dict[str, dict[str, list[float]]] = {}
-        for method in table.methods:
-            if method == reference:
-                continue
+        for method in (name for name in table.methods if name != reference):
             pairs = [
                 (one.measures(table.at, table.by), other.measures(table.at, table.by))
                 for one, other in table.pairs(reference, method)
@@ -336,11 +334,7 @@ class Table:
         """
         table = self._settled()
         found = [
-            {
-                (row.seed, row.record.data): row
-                for row in table.rows
-                if row.method == name and row.record.error is None
-            }
+            {(row.seed, row.record.data): row for row in table._of(name) if not row.record.error}
             for name in (one, other)
         ]
         shared = [key for key in found[0] if key in found[1]]
@@ -358,16 +352,21 @@ class Table:
             ValueError: There is no such run, it failed, or it was not kept; or as by `chosen`.
         """
         table = self._settled()
-        found = [row for row in table.rows if (row.method, row.seed) == (method, seed)]
+        found = [row for row in table._of(method) if row.seed == seed]
         if not found:
-            seeds = sorted({row.seed for row in table.rows if row.method == method})
-            raise ValueError(f"{method} has no seed {seed}; its seeds are {seeds}")
+            raise ValueError(
+                f"{method} has no seed {seed}; its seeds are "
+                f"{sorted({row.seed for row in table._of(method)})}"
+            )
         if found[0].load is None:
             error = found[0].record.error
-            reason = "was not kept; run the study with keep='result'"
             raise ValueError(
                 f"the run of {method} with seed {seed} "
-                + (reason if error is None else f"failed: {_error(error)}")
+                + (
+                    "was not kept; run the study with keep='result'"
+                    if error is None
+                    else f"failed: {_error(error)}"
+                )
             )
         return found[0].load()
 
@@ -398,6 +397,19 @@ class Table:
             ]
         )
 
+    def _of(self, method: str) -> list[Row]:
+        """Return the runs of a method.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if method not in self.methods:
+            raise ValueError(
+                f"there is no run of a method {method!r}; the nearest are "
+                f"{nearest(method, self.methods, 3)}"
+            )
+        return [row for row in self.rows if row.method == method]
+
     def _settled(self) -> "Table":
         """Return the table with one choice of options a method, by default where none is made."""
         several = any(len(self._tried(method)) > 1 for method in self.methods)
@@ -406,9 +418,8 @@ class Table:
     def _tried(self, method: str) -> list[list[Row]]:
         """Return the runs of a method by its options."""
         found: dict[int, list[Row]] = {}
-        for row in self.rows:
-            if row.method == method:  # runs of one choice share the mapping, whatever it holds
-                found.setdefault(id(row.options), []).append(row)
+        for row in self._of(method):  # runs of one choice share the mapping, whatever it holds
+            found.setdefault(id(row.options), []).append(row)
         return list(found.values())
 
     def _judge(self, measure: str | None) -> str:
@@ -447,7 +458,7 @@ class Table:
         if strangers := [column for column in columns if column not in there]:
             raise ValueError(
                 f"no run has the measure {strangers[0]!r}; the nearest are "
-                f"{nearest(strangers[0], there, 4)}"
+                f"{nearest(strangers[0], sorted(there, key=lambda c: c[:9] != 'personal_'), 4)}"
             )
         return list(columns)
 
@@ -547,13 +558,10 @@ class Table:
         return Sheet({}, head, tuple(lines))
 
     def _remarks(self) -> Sheet:
-        """Return the notes, with how phases were scaled and which runs failed."""
+        """Return the notes, with how phases were scaled, what privacy was spent and which runs
+        failed.
+        """
         scaled = [f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled]
-        told = dict.fromkeys([*self.notes, *scaled, *self._epsilons(), *self._failures()])
-        return Sheet({}, "", tuple(told))
-
-    def _epsilons(self) -> list[str]:
-        """Return the privacy loss of each method's runs under `ClientPrivacy`, in words."""
         spent = {
             method: [
                 row.record.history["epsilon"][-1]
@@ -562,12 +570,14 @@ class Table:
             ]
             for method in self.methods
         }
-        return [
+        epsilons = [
             f"{method}: epsilon {max(each):.3g} for each run, {sum(each):.3g} for all {len(each)} "
             "together where they have the same clients"
             for method, each in spent.items()
             if each
         ]
+        told = dict.fromkeys([*self.notes, *scaled, *epsilons, *self._failures()])
+        return Sheet({}, "", tuple(told))
 
     def _failures(self) -> list[str]:
         """Return the number of failed runs of each method, with the first error of each kind."""

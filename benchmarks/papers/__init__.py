@@ -77,7 +77,8 @@ class Part:
             is made by validation data.
         by: The measure by which.
         choice: Other data for this choice, (seed=) -> data; None for the same.
-        settings: Further arguments of `bf.simulate`.
+        settings: Further arguments of `bf.Study`.
+        own: Those of single methods, {title: arguments}.
         measure: (run, its result) -> what the results hold of it.
     """
 
@@ -91,4 +92,5 @@ class Part:
     by: str = "validation_accuracy"
     choice: Callable[..., FederatedData] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     measure: Callable[[Row, Result], dict[str, Any]] = measured

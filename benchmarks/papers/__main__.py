@@ -90,7 +90,8 @@ def done(
         methods={cell.method: partial(part.methods[cell.method], **options)},
         seeds=[cell.seed],
         rounds=part.rounds,
-        **{"evaluate_every": part.rounds, "device": device, **part.settings},
+        **{"evaluate_every": part.rounds, "device": device, **part.settings}
+        | part.own.get(cell.method, {}),
     )
     table = study.run(folder, keep="result", every=max(1, part.rounds // 10), progress=False)
     (run,) = table.rows

@@ -1,5 +1,8 @@
 """FedFomo on linear regressions, against a plain loop."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +70,23 @@ def test_models_are_those_of_a_loop():
     assert_close(result.private["w"]["loc"], w, atol=1e-9, rtol=0)
     assert_close(result.server["affinity"], torch.from_numpy(affinity), atol=1e-9, rtol=0)
     assert_close(result.server["w"]["loc"], w.mean(0), atol=1e-9, rtol=0)
+
+
+def test_equal_models_gain_nothing_though_their_losses_round_apart(
+    regressions: bf.data.FederatedData, monkeypatch: pytest.MonkeyPatch
+):
+    losses, calls = bf.Algorithm.losses, itertools.count()
+
+    def rounded(self: bf.Algorithm, *given: Any) -> Tensor:
+        return losses(self, *given) * (1 - 1e-7 * next(calls))
+
+    monkeypatch.setattr(bf.Algorithm, "losses", rounded)
+    made = bf.algorithms.fedfomo(
+        linear_only(torch.zeros(1, DIM)), rows="train", likelihood=Gaussian()
+    )
+    result = run(made, regressions)
+    assert bool((result.server["affinity"] == 0).all())
+    assert bool(result.server["w"]["loc"].isfinite().all())
 
 
 def test_validation_rows_must_be_there(regressions: bf.data.FederatedData):

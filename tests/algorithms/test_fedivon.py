@@ -22,9 +22,8 @@ def method(**options: Any) -> bf.Algorithm:
     given: dict[str, Any] = {"prior_precision": PRIOR, "optimiser": IVON(RATE, betas=BETAS)}
     return bf.algorithms.fedivon(
         linear_only(torch.full((1, DIM), 0.4)),
-        batch_size=None,
         likelihood=Gaussian(),
-        **{**given, **options},
+        **{"batch_size": None, **given, **options},
     )
 
 
@@ -110,7 +109,7 @@ def test_clients_end_at_their_own_posteriors(participation: float, regressions: 
     product, which is that of all rows where precisions are diagonal.
     """
     optimiser = IVON(0.1, betas=(0.9, 0.995))
-    options = {"epochs": 1500, "optimiser": optimiser, "init_scale": 0.2, "draws": 20}
+    options = {"steps": 1500, "optimiser": optimiser, "init_scale": 0.2, "draws": 20}
     result = run(method(**options), regressions, participation=participation)
     names = regressions.client_names
     cohort = [names.index(name) for name in result.took_part(1)]
@@ -121,3 +120,14 @@ def test_clients_end_at_their_own_posteriors(participation: float, regressions: 
     precision, mean = natural(result.server["w"])
     assert_close(precision, each.sum(0) / participation, rtol=0.08, atol=0)
     assert_close(mean, (each * loc).sum(0) / each.sum(0), rtol=0, atol=0.03)
+
+
+@pytest.mark.slow
+def test_few_steps_in_many_rounds_give_the_precision_of_all_rows(regressions: FederatedData):
+    """Though clients have 2 to 4 batches."""
+    optimiser = IVON(0.01, betas=(0.9, 0.997))
+    options = {"steps": 5, "batch_size": 4, "optimiser": optimiser, "init_scale": 0.2, "draws": 8}
+    result = run(method(**options), regressions, rounds=400)
+    precision, _ = natural(result.server["w"])
+    exact = moments(regressions)[0].diagonal(dim1=1, dim2=2).sum(0) + PRIOR
+    assert_close(precision, exact, rtol=0.05, atol=0)

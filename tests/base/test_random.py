@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.base.random import WORD, Purpose, Stage, generator, generators
+from bayesfl.base.random import WORD, Purpose, Stage, generator
 
 WORDS = ("round", "client", "stage", "phase", "index")
 
@@ -58,18 +58,6 @@ def test_the_address_is_the_documented_one():
         11, Purpose.PREDICT, round=1, client=2, stage=0, phase=4, index=5
     ).standard_normal(10)
     assert (drawn == expected).all()
-
-
-@pytest.mark.parametrize("seed", [0, 5, WORD + 7, 2**127, 2**200 + 1])
-def test_many_addresses_are_hashed_together(seed: int):
-    """As NumPy hashes each."""
-    rng = np.random.default_rng(0)
-    clients, indices = rng.integers(0, WORD, (2, 20))
-    common = {"round": 3, "stage": 1, "phase": WORD - 1}
-    many = generators(seed, Purpose.NOISE, clients=clients, indices=indices, **common)
-    for found, client, index in zip(many, clients.tolist(), indices.tolist(), strict=True):
-        one = generator(seed, Purpose.NOISE, client=client, index=index, **common)
-        assert np.array_equal(found.random(5), one.random(5))
 
 
 def test_order_of_creation_and_use_does_not_matter():

@@ -15,6 +15,7 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES
 from tests.curvature.made import EXACT
+from tests.networks import residual
 
 
 def test_backpack_agrees_on_its_own_diagonal():
@@ -32,7 +33,7 @@ def test_backpack_agrees_on_its_own_diagonal():
 def test_the_backend_says_its_name():
     assert Curvature(brute.mlp(3)).backend == "layers"
     assert Curvature(brute.Residual(3)).backend == "func"
-    assert Curvature(bf.models.resnet18((3, 8, 8), outputs=3, width=2)).backend == "func"
+    assert Curvature(residual(3, outputs=3)).backend == "func"
     assert Curvature(bf.models.lenet((1, 12, 12), outputs=3)).backend == "layers"
 
 

@@ -15,8 +15,9 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.data import ClientData
 from bayesfl.engine import layers, live, vmap
 from bayesfl.engine.plan import PhasePlan
-from bayesfl.models import SplitModel, resnet18
+from bayesfl.models import SplitModel
 from tests.cases import numbers
+from tests.networks import residual
 
 KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
 
@@ -147,7 +148,7 @@ class Reader(nn.Module):
 
 WITHOUT_RULES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "lstm": (Reader().double(), (5, 3)),
-    "residual": (resnet18((2, 8, 8), outputs=3, width=4).double(), (2, 8, 8)),
+    "residual": (residual(2, outputs=3).double(), (2, 8, 8)),
     "same padding": (
         nn.Sequential(nn.Conv2d(2, 3, 3, padding="same"), nn.Flatten()).double(),
         (2, 4, 4),

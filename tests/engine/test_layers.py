@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.engine import layers, rules
 from bayesfl.engine.network import Pass, Rows
-from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
+from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp
 from tests.engine.made import (
     KERNELS,
     STACKS,
@@ -26,6 +26,7 @@ from tests.engine.made import (
     slopes_at,
     slow,
 )
+from tests.networks import residual
 
 stacks = pytest.mark.parametrize("stack", STACKS)
 
@@ -301,7 +302,7 @@ def test_what_has_rules():
         (mlp((1, 4, 4), hidden=(5, 5), outputs=2), (1, 4, 4)),
         (lenet((1, 28, 28), outputs=10), (1, 28, 28)),
         (cifar100_cnn(), (3, 32, 32)),
-        (resnet18((1, 8, 8), outputs=2, width=4), (1, 8, 8)),
+        (residual(1, outputs=2), (1, 8, 8)),
     ):
         plan = layers._plan(module.requires_grad_(False), torch.rand(4, *shape))
         assert not isinstance(plan, str)

@@ -8,17 +8,17 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.engine import live
-from bayesfl.models import resnet18
 from bayesfl.optim import SGD
 from tests.cases import CASES, EM, numbers
 from tests.engine.made import Reader
+from tests.networks import residual
 
 B = 3
 
 
 def test_convolutions_are_noticed():
     """Anywhere in the module."""
-    assert live.has_convolutions(resnet18((1, 8, 8), outputs=2, width=4))
+    assert live.has_convolutions(residual(1, outputs=2))
     assert not live.has_convolutions(Reader())
 
 

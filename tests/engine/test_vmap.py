@@ -11,9 +11,10 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import ClientData
 from bayesfl.engine import vmap
-from bayesfl.models import mlp, resnet18
+from bayesfl.models import mlp
 from tests.cases import numbers
 from tests.engine.made import chunk
+from tests.networks import residual
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_everything_else_is_let_through():
     """Norms, convolutions and attention."""
     for module in (
         mlp(3, outputs=2),
-        resnet18((1, 8, 8), outputs=2, width=4),
+        residual(1, outputs=2),
         nn.MultiheadAttention(4, 2),
         nn.LayerNorm(3),
     ):

@@ -99,14 +99,14 @@ def test_the_calibration_error_is_that_of_the_diagrams():
         f"ECE, pooled {found.pooled_ece:.3f}",
         f"ECE, clients' mean {found.ece.mean():.3f}",
     ]
-    assert f"\n{drawn[0]}; {drawn[1]}.\n" in found.table() + "\n"
+    assert f"\n{drawn[0]}; {drawn[1]}.\n" in str(found) + "\n"
     for u, ax in enumerate(plots.reliability(*of, by="client")):
         number = ax.texts[0].get_text().removeprefix("ECE ").partition(", n = ")[0]
         assert number == f"{found.ece[u]:.3f}"
-        assert found.table().split("\n")[2 + u].split()[-1] == number
+        assert str(found).split("\n")[2 + u].split()[-1] == number
     alone = audited(Counting("group", ("all",), groups=torch.zeros(67).long()), given)
     assert alone.ece[0] == alone.pooled_ece == pytest.approx(found.pooled_ece, abs=1e-12)
-    assert "ECE" not in alone.table()
+    assert "ECE" not in str(alone)
     assert audited(Counting("label", ("0", "1", "2", "3")), given).pooled_ece is None
 
 
@@ -125,25 +125,22 @@ def test_intervals_are_shared_among_units():
     for words in (
         "nobody     0",
         "All intervals of a column hold together with probability 0.9.",
-        f"the worst would read {found.worst_by_chance:.2f} on average",
+        f"the lowest observed coverage would average {found.worst_by_chance:.2f}.",
     ):
-        assert words in found.table()
+        assert words in str(found)
 
 
-def test_who_is_below_the_promise():
+def test_who_is_below_nominal_coverage():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
-    assert "Below the promise: b." in found.table()
-    assert "left out" not in found.table()
-    assert (
-        "1 clients"
-        not in dataclasses.replace(
-            found, units=("a",), rows=np.array([200]), held=np.array([184])
-        ).table()
-    )
+    assert "Nominal coverage 0.9. With exact coverage" in str(found)
+    assert "Significantly below it: b." in str(found)
+    assert "left out" not in str(found)
+    one = {"units": ("a",), "rows": np.array([200]), "held": np.array([184])}
+    assert "1 clients" not in str(dataclasses.replace(found, **one))
     # .85 of 200 is not beyond chance, among two.
     assert dataclasses.replace(found, held=np.array([170, 184])).below == ()
-    assert repr(found) == found.table()
+    assert repr(found) == str(found)
 
 
 def test_labels_of_an_example_are_places():
@@ -179,9 +176,9 @@ def test_labels_of_an_example_are_places():
         Counting("group", ("a", "b"), groups=groups[mask]), given, Outputs("classification", 2)
     )
     assert by_group.examples == len({(j, i) for j, i, _ in places if groups[j, i] >= 0})
-    assert "Rows are labels, several of an example" in by_group.table()
+    assert "Rows are labels, several of an example" in str(by_group)
     assert by_group.left_out == sum(groups[j, i] < 0 for j, i, _ in places) > 0
-    assert f"{by_group.left_out} rows of no group are left out." in by_group.table()
+    assert f"{by_group.left_out} rows of no group are left out." in str(by_group)
     assert by_group.rows.tolist() == [
         sum(int(groups[j, i]) == g for j, i, _ in places) for g in range(2)
     ]
@@ -224,12 +221,12 @@ def test_numbers_have_widths():
         audited(Counting("label", ("a",)), given, Outputs("regression", 2))
 
 
-def test_without_sets_there_is_no_promise():
+def test_without_sets_there_is_no_nominal_coverage():
     given = dataclasses.replace(of_classes(), sets=None, level=None)
     found = audited(Counting("client", ("a", "b", "c")), given)
     assert (found.coverage, found.below) == (None, ())
     assert np.isnan(found.worst_by_chance)
-    assert not any(word in found.table() for word in ("coverage", "Promised"))
+    assert not any(word in str(found) for word in ("coverage", "Nominal"))
 
 
 def test_groups_have_names():
@@ -270,10 +267,10 @@ def test_answers_are_counted_among_themselves():
     low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
     line = (
         f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} with "
-        "probability 0.95; promised: at most 0.3."
+        "probability 0.95; nominal: at most 0.3."
     )
-    assert line in found.table()
-    assert "answered" not in audited(Counting("client", ("a", "b", "c")), given).table()
+    assert line in str(found)
+    assert "answered" not in str(audited(Counting("client", ("a", "b", "c")), given))
 
 
 def test_quantiles_promise_their_own_level():

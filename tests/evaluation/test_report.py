@@ -1,6 +1,5 @@
 """Tables that align, tables and records in files, a record of the machine."""
 
-import csv
 import json
 import math
 import os
@@ -133,26 +132,6 @@ def test_columns():
     scaled = table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
     assert "1500 ± 100" in str(scaled)
     assert str(table(ROWS)).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
-
-
-def test_csv(tmp_path: Path):
-    """Keys in order of appearance, missing cells empty, floats exact."""
-    path = tmp_path / "clients.csv"
-    report.write_csv(
-        path,
-        [
-            {"client": 0, "accuracy": 0.1 + 0.2},
-            {"client": 1, "note": 'a, "b"', "accuracy": np.float64(0.5)},
-        ],
-    )
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert rows == [
-        {"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""},
-        {"client": "1", "accuracy": "0.5", "note": 'a, "b"'},
-    ]
-    report.write_csv(path, [])
-    assert path.read_text() == ""
 
 
 def test_json(tmp_path: Path):

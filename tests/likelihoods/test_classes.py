@@ -109,28 +109,18 @@ def test_equal_draws_know_all_there_is_to_know(likelihood):
 
 WEIGHTED = [
     Categorical((1.0, 2.0, 0.5)),
-    Categorical(smoothing=0.2),
-    Categorical((0.0, 3.0, 1.0), smoothing=0.1),
+    Categorical((0.0, 3.0, 1.0)),
 ]
 
 
 @pytest.mark.parametrize("likelihood", WEIGHTED, ids=str)
-def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
+def test_weights_are_torchs(likelihood: Categorical):
     """Value, and slope against autograd; also for labels that broadcast over draws."""
     outputs, y = numbers(4, 5, 3).requires_grad_(), torch.tensor([0, 1, 2, 2, 1])
     nll, slope = likelihood.nll_and_slope(outputs.detach(), y)
-    weight = (
-        None
-        if likelihood.weights is None
-        else torch.tensor(likelihood.weights, dtype=torch.float64)
-    )
+    weight = torch.tensor(likelihood.weights, dtype=torch.float64)
     expected = torch.stack(
-        [
-            F.cross_entropy(
-                row, y, weight=weight, label_smoothing=likelihood.smoothing, reduction="none"
-            )
-            for row in outputs
-        ]
+        [F.cross_entropy(row, y, weight=weight, reduction="none") for row in outputs]
     )
     assert_close(nll, expected.detach(), atol=1e-12, rtol=0)
     assert_close(likelihood.nll(outputs.detach(), y), nll, atol=1e-12, rtol=0)
@@ -139,16 +129,10 @@ def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), *WEIGHTED], ids=str)
-def test_targets_make_the_loss_and_its_curvature(likelihood: Categorical):
-    """nll = -sum t log p, whose Hessian in the outputs is that of the plain loss times the sum of
-    t.
-    """
+def test_weights_multiply_the_curvature(likelihood: Categorical):
+    """The Hessian in the outputs is that of the plain loss, as often as `times` returns."""
     outputs, y = numbers(4, 5, 3), torch.tensor([0, 1, 2, 2, 1])
-    targets = likelihood.targets(outputs, y)
-    assert_close(
-        -(targets * outputs.log_softmax(-1)).sum(-1), likelihood.nll(outputs, y), atol=1e-12, rtol=0
-    )
-    for row, label, total in zip(outputs[0], y, targets[0].sum(-1), strict=True):
+    for row, label, total in zip(outputs[0], y, likelihood.times(outputs[0], y), strict=True):
         found, plain = (
             torch.func.hessian(lambda f, this=this, label=label: this.nll(f[None], label[None])[0])(
                 row
@@ -207,7 +191,6 @@ def test_balanced_weights_are_sklearns():
         ({"weights": (0.0, 0.0)}, r"weights .*got \(0\.0, 0\.0\)"),
         ({"weights": ("a",)}, "weights .*got 'a'"),
         ({"weights": {0: 2.0, 1: 1.0}}, "weights .*got {0: 2"),
-        ({"smoothing": 1.0}, r"smoothing .*got 1\.0"),
     ],
 )
 def test_what_is_no_weight(options: Any, words: str):
@@ -220,7 +203,7 @@ def test_losses_that_are_no_likelihood_have_no_curvature():
     another number of classes are refused, too.
     """
     for make in (bf.algorithms.fedsi, bf.curvature.Curvature):
-        with pytest.raises(ValueError, match=r"smoothing=0\.2.*Categorical\(\)"):
+        with pytest.raises(ValueError, match=r"weights=.*Categorical\(\)"):
             make(bf.models.mlp(4, hidden=3, outputs=3), likelihood=WEIGHTED[1])
     with pytest.raises(ValueError, match=r"weights .*2 classes.* got 3"):
         WEIGHTED[0].nll(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))

@@ -12,7 +12,6 @@ MAKERS = {
     "leaky-grey": lambda **o: models.leaky_cnn((1, 28, 28), outputs=10, **o),
     "leaky-colour": lambda **o: models.leaky_cnn((3, 32, 32), outputs=10, **o),
     "cifar100_cnn": lambda **o: models.cifar100_cnn(**o),
-    "resnet18": lambda **o: models.resnet18((3, 16, 16), outputs=10, width=8, **o),
 }
 
 
@@ -24,7 +23,6 @@ INPUTS = {
     "leaky-grey": (1, 28, 28),
     "leaky-colour": (3, 32, 32),
     "cifar100_cnn": (3, 32, 32),
-    "resnet18": (3, 16, 16),
 }
 
 

@@ -41,7 +41,6 @@ def laplace(structure: str, **more: Any) -> list[Tensor]:
         *fitted.predict(x).values(),
         *fitted.predict(x, noise=torch.ones(2, 60, 3)).values(),
         *draws.predict(x).values(),
-        draws.covariance(),
         by_evidence(fitted, x).precision,
         by_validation(fitted, x, x, y).moments()[1],
         torch.tensor(predictive_nll(fitted, x, y)),
@@ -59,12 +58,11 @@ def pooled(structure: Any) -> list[Tensor]:
 def variational(family: Any) -> list[Tensor]:
     x, y = rows()
     fitted = family.fit(MODEL, x, y, steps=5, **PRIOR)
-    draws = fitted.sample(3)
     return [
+        fitted.sample(3).draws,
         *fitted.moments(),
         fitted.elbo(x, y, draws=2),
         *fitted.predict(x, draws=3).values(),
-        draws.covariance(),
     ]
 
 

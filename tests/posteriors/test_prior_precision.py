@@ -125,6 +125,8 @@ def test_a_precision_at_the_edge_of_its_grid():
     fitted = Laplace.fit(network(), x, precision=1.0)
     with pytest.warns(UserWarning, match="the precision is at the lower edge of its grid, 1000"):
         by_validation(fitted, x, x, y, grid=(1e3, 1e9))
+    with pytest.warns(UserWarning, match=r"at the upper edge of its grid, 1.1"):
+        by_validation(fitted, x, x, y, grid=(1.0, 1.1))
 
 
 def test_where_evidence_says_nothing_of_the_precision():
@@ -222,9 +224,9 @@ def test_the_precision_is_chosen_under_the_link_that_predicts(
     monkeypatch.setattr(Laplace, "predict", predict)
     model, x = network(), numbers(10, 4)
     fitted, labels = Laplace.fit(model, x, precision=1.0), torch.zeros(10).long()
-    best = by_validation(fitted, x, x, labels, link=link, grid=(1000.0, 1.0, 100.0, 10.0))
+    best = by_validation(fitted, x, x, labels, link=link, grid=(1e4, 1.0, 100.0, 10.0))
     assert set(asked) == {link}
-    again = by_validation(fitted, x, x, labels, link=link, grid=(1.0, 10.0, 100.0, 1000.0))
+    again = by_validation(fitted, x, x, labels, link=link, grid=(1.0, 10.0, 100.0, 1e4))
     assert_close(best.precision, again.precision)
 
 

@@ -269,7 +269,7 @@ def test_a_likelihood_whose_slope_is_not_its_derivative_is_refused(model, client
 
 @pytest.mark.parametrize(
     "likelihood",
-    [Categorical(), Categorical(weights=(1.0, 2.0, 0.5), smoothing=0.1), Weighted()],
+    [Categorical(), Categorical(weights=(1.0, 2.0, 0.5)), Weighted()],
 )
 def test_right_likelihoods_pass(model, clients: FederatedData, likelihood: Any):
     """The check does not ask for more digits than one has."""

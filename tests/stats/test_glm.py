@@ -55,6 +55,9 @@ def test_the_pooled_table(family: Any, intercept: Any):
     close(fit.estimate[:q], params[:q], rtol=0, atol=1e-6 if family == "log_binomial" else 1e-8)
     close(fit.covariance.diagonal().sqrt()[:q], errors[:q], rtol=0, atol=1e-7)
     close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-9)
+    if fit.ratio is not None:
+        ends = np.exp(np.asarray(wanted.conf_int())[:q])
+        close(fit.table()[["exp(2.5 %)", "exp(97.5 %)"]].iloc[:q], ends, rtol=1e-5)
     assert own == (0 if intercept == "shared" else len(SIZES))
     close(list(fit.own_intercepts.values()), params[q : q + own], rtol=0, atol=1e-7)
     if family == "negative_binomial":
@@ -62,7 +65,7 @@ def test_the_pooled_table(family: Any, intercept: Any):
         close(alpha, params[-1], rtol=1e-7)
         close(alpha * float(fit.covariance[-1, -1].sqrt()), errors[-1], rtol=1e-5)
     k = len(params) + (family == "gaussian")
-    assert (fit.parameters, fit.n) == (k, sum(SIZES.values()))
+    assert (fit.parameters, sum(fit.rows.values())) == (k, sum(SIZES.values()))
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -173,7 +176,7 @@ def test_probability_weights(family: Any, unit: float):
     off = 1e-6 if family == "log_binomial" else 1e-10
     close(fit.estimate, wanted.params, rtol=0, atol=off)
     close(fit.table()["se"], wanted.bse, rtol=10 * off)
-    assert (fit.n, fit.errors) == (sum(SIZES.values()), "the sandwich, by rows")
+    assert (sum(fit.rows.values()), fit.errors) == (sum(SIZES.values()), "the sandwich, by rows")
     assert "under probability weights" in str(fit)
     for call, words in (
         (lambda: fit.aic, "AIC rests on the likelihood"),
@@ -299,7 +302,11 @@ def test_the_unit_of_a_gaussian_outcome_does_not_matter(errors: Any, intercept: 
         known = wanted.own_intercepts.get("west", float(wanted.estimate[0]))
         close((start - centre) / unit, known, rtol=0, atol=100 * off)
         close(fit.scale / unit**2, wanted.scale, rtol=off)
-        close(fit.log_likelihood + fit.n * np.log(unit), wanted.log_likelihood, rtol=off)
+        close(
+            fit.log_likelihood + sum(fit.rows.values()) * np.log(unit),
+            wanted.log_likelihood,
+            rtol=off,
+        )
         found = fit.diagnostics().deviance
         assert found is not None
         close(found / unit**2, deviance, rtol=off)
@@ -576,7 +583,7 @@ def test_separation_does_not_depend_on_units():
                 bf.stats.glm(bf.stats.tables(parts, outcome="ill", **options), family="binomial")
             given = bf.stats.tables(parts, outcome="nearly", **options)
             fit = bf.stats.glm(given, family="binomial")
-            close(unit * float(fit.coefficients["x"]), slope, rtol=1e-7)
+            close(unit * float(fit.table()["coef"]["x"]), slope, rtol=1e-7)
 
 
 def test_what_separates_is_named():

@@ -489,6 +489,9 @@ def test_a_fit_says_what_it_rests_on(fit: Mixed):
         "correlation (intercept), age",
         "intraclass correlation",
     ]
+    ratios = fit.table()[["exp(mean)", "exp(2.5 %)", "exp(97.5 %)"]]
+    close(ratios.iloc[:4], fit.table()[["mean", "2.5 %", "97.5 %"]].iloc[:4].map(np.exp))
+    assert ratios.iloc[4:].isna().all(axis=None)
     assert fit.rows == dict(sorted(SIZES.items()))
     for words in (
         "own effects of each site",
@@ -510,7 +513,9 @@ def test_own_coefficients_lie_between_own_fits_and_the_federations(fit: Mixed):
     assert at_sites.index.levels[1].tolist() == ["(intercept)", "age"]
     shrunk = at_sites["mean"].xs("age", level=1).std()
     own = [
-        float(bf.stats.glm(sites("binomial").only([site]), family="binomial").coefficients["age"])
+        float(
+            bf.stats.glm(sites("binomial").only([site]), family="binomial").table()["coef"]["age"]
+        )
         for site in sorted(SIZES)
     ]
     assert shrunk < np.std(own)

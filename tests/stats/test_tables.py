@@ -47,6 +47,8 @@ def test_any_order_of_sites_is_the_same():
     assert all(torch.equal(a.x, b.x) for a, b in zip(turned.sites, straight.sites, strict=True))
     some = sites("binomial").only(["west", "north"])
     assert (some.names, some.ids.tolist()) == (("north", "west"), [0, 1])
+    numbered = bf.stats.tables(dict.fromkeys(["H10", "H2"], two()["north"]), terms=["age"])
+    assert numbered.names == ("H2", "H10")
     with pytest.raises(ValueError, match="no site 'moon'"):
         some.only(["moon"])
 

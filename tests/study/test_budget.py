@@ -41,10 +41,11 @@ TRAINS = {
         ("local", "fedavg", "fedavg_ft", "knn_per", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
     ),
     **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp", "apfl"), ((2, EPOCHS),)),
-    **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo", "fedivon"), ((2, EPOCHS),)),
+    **dict.fromkeys(("pvi", "fedep", "fola", "fedfomo"), ((2, EPOCHS),)),
     # the mean of the drawn numbers
     "l2gd": ((np.mean([steps_of_l2gd(round) for round in range(200)]), EPOCHS),),
     **dict.fromkeys(("bpfed", "fedsa_lora"), ((6, STEPS),)),
+    "fedivon": ((4, STEPS),),
     # each batch trains both chains, and later the body under both, too
     "fedpop": (*((2, STEPS),) * 2, *((3, STEPS),) * 4),
     "qlsd": ((1, STEPS),) * 2,  # both chains

@@ -35,7 +35,10 @@ def test_options_go_to_those_who_have_them():
         "pFedVEM": {},
         "own": {"optimiser": RATES, "epochs": [1]},
     }
-    assert notes == ("optimiser is no option of pFedVEM", "epochs is no option of pFedVEM")
+    assert notes == (
+        "optimiser is no option of pFedVEM (it has head_optimiser, body_optimiser)",
+        "epochs is no option of pFedVEM (it has head_epochs, body_epochs)",
+    )
     assert combinations({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
     assert combinations({}) == [{}]
 

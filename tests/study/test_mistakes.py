@@ -37,9 +37,13 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: one(methods={"A": bf.algorithms.fedavg(nn.Linear(2, 2))}),
         ValueError,
-        "A must be a f",
+        r"methods\['A'\] must be a function of the network.*, got Algorithm",
     ),
-    (lambda: one(methods={"A": "fedavg"}), ValueError, "A must be a function.*got a str"),
+    (
+        lambda: one(methods={"A": "fedavg"}),
+        ValueError,
+        r"methods\['A'\] must be a function of the network.*, got str",
+    ),
     (lambda: one(data=DATA(seed=0)), ValueError, "data must be a function.*lambda seed"),
     (lambda: one(model=nn.Linear(2, 2)), ValueError, "model must be a function.*lambda clients"),
     (lambda: one(options={"FedAvg": {"epochs": []}}), ValueError, r"\['epochs'\] must be a list"),

@@ -25,7 +25,7 @@ def test_a_study(table: Table, tmp_path: Path):
     found = (tmp_path / "report.html").read_text()
     titles = [part.partition("</h2>")[0] for part in found.split("<h2>")[1:]]
     assert titles == [
-        *("Methods", "Options and notes", "Learning curves", "Clients"),
+        *("Methods", "Options and notes", "Learning curves"),
         *("Cost of a round", "Runs", "Environment"),
     ]
     for estimate in (of["personal_nll"] for of in table.summary().values()):

@@ -49,10 +49,10 @@ def test_networks_and_likelihoods_are_told(clients: FederatedData):
         sum(p.numel() for p in part.parameters() if p.requires_grad == which)
         for which in (True, False)
     )
-    smooth = bf.algorithms.fedavg(part, epochs=1, likelihood=Categorical(smoothing=0.2))
+    smooth = bf.algorithms.fedavg(part, epochs=1, likelihood=Categorical((1.0, 2.0, 1.0)))
     found = told(smooth, clients, dtype=torch.float32)
     assert found["model"] == f"SplitModel of {trained} weights and {frozen} frozen"
-    assert "smoothing=0.2" in found["likelihood"]
+    assert "weights=(1.0, 2.0, 1.0)" in found["likelihood"]
     assert found["dtype"] == "float32"
 
 

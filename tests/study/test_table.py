@@ -68,17 +68,22 @@ def test_differences_are_paired(table: Table):
         assert error == pytest.approx(apart.std(ddof=1) / np.sqrt(2))
         assert seeds == 2
     assert table.differences("FedAvg", ["personal_nll"]).runs == found.runs
-    with pytest.raises(ValueError, match="FedProx and FedAvg have no seed"):
-        table.differences("FedProx")
+    for call in (table.differences, lambda name: table.result(name, 0)):
+        with pytest.raises(
+            ValueError, match=r"no run of a method 'fedavg'; the nearest are \['FedAvg"
+        ):
+            call("fedavg")
     with pytest.raises(ValueError, match=r"no run has the measure 'personal_loss'.*personal_"):
         table.summary(["personal_loss"])
+    with pytest.raises(ValueError, match=r"no run has the measure 'nll'.* are \['personal_nll'"):
+        table.summary(["nll"])
 
 
 def test_edges_and_options_that_a_method_lacks_are_told(table: Table):
     text = str(table.chosen("validation_nll"))
     assert "Options chosen by validation_nll:" in text
     assert "FedAvg: optimiser SGD(0.1) (the largest of its grid)" in text
-    assert "optimiser is no option of pFedVEM" in text
+    assert "optimiser is no option of pFedVEM (it has head_optimiser, body_optimiser)" in text
     best = repr(table.chosen(at="best"))
     assert "Options chosen by validation_nll, each run at its best round by it:" in best
 

@@ -70,7 +70,7 @@ def from_arrays(
         y: Integer labels, [n_j] or [N], for classification, or [., T] where each example has
             several, -100 where one is not known; floats, also [., O], for regression.
         client_ids: The client of each row of pooled arrays; clients are numbered in the order of
-            their sorted ids.
+            their sorted ids, of texts H2 before H10.
         test: Test data in the same form, `(xs, ys)` or `(x, y, client_ids)`; None takes
             `test_share` of each client's examples.
         test_share: Share of each client's examples for the test, stratified by class, at least one;
@@ -84,8 +84,8 @@ def from_arrays(
             classification.
         names: A list with one name for each client: in the order of the *sorted* ids where
             `client_ids` is given, not of their first rows, otherwise in the order of `x`; by
-            default a client's id, or `client 0` and so on. `[names[i] for i in
-            sorted(set(client_ids))]` makes it of {id: name}.
+            default a client's id, or `client 0` and so on. With names {id: name}, pass
+            `client_ids=[names[i] for i in client_ids]` instead.
         class_names: A list with one name for each class, in the order of their numbers; None for
             classes without names.
         source: Name, licence and citation of the data.

@@ -143,7 +143,21 @@ def from_frame(
         "task": data.task,
     }
     x = columns.applied(table)[0] if given is None else columns.apply(table)
-    return _with_inputs(data, torch.from_numpy(x), columns, about), columns
+    rows: Any = data.train.x  # one tensor of the rows' numbers, which all splits share
+    made: dict[str, Any] = {
+        "x": torch.from_numpy(x)[rows[:, 0]],
+        "columns": columns.names,
+        "dtype": torch.float32,
+    }
+    data = replace(
+        data,
+        splits={name: replace(split, **made) for name, split in data.splits.items()},
+        inputs=(x.shape[1],),
+        columns=columns.names,
+        prepared=columns,
+        recipe={**data.recipe, "recipe": "from_frame", **about},
+    )
+    return data, columns
 
 
 def frame_statistics(
@@ -380,25 +394,6 @@ def _statistics(
         "outputs": data.outputs if data.task == "classification" else None,
         "clients": statistics_of(table, clients, names, categories),
     }
-
-
-def _with_inputs(
-    data: FederatedData, x: torch.Tensor, columns: Columns, recipe: Mapping[str, Any]
-) -> FederatedData:
-    """Return the federation with these inputs [N, D] of the frame's rows in place of the rows'
-    numbers.
-    """
-    rows: Any = data.train.x  # one tensor, which all splits share
-    made: dict[str, Any] = {"x": x[rows[:, 0]], "columns": columns.names, "dtype": torch.float32}
-    splits = {name: replace(split, **made) for name, split in data.splits.items()}
-    return replace(
-        data,
-        splits=splits,
-        inputs=(x.shape[1],),
-        columns=columns.names,
-        prepared=columns,
-        recipe={**data.recipe, "recipe": "from_frame", **recipe},
-    )
 
 
 def _ids(values: Values, role: str) -> np.ndarray:

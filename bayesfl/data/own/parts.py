@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named, unnamed
 from bayesfl.data.conversion import to_inputs, to_tensor
 from bayesfl.data.mapped import mapped
-from bayesfl.data.names import places_of
+from bayesfl.data.names import natural, places_of
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 """Texts that `astype(str)` makes of a missing client id."""
@@ -96,7 +96,7 @@ def by_client(
     x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None
 ) -> tuple[Part, Sequence[Hashable]]:
     """Find each client's rows of arrays that all share; clients are in the order of their sorted
-    ids.
+    ids, of texts H2 before H10.
 
     Args:
         x: Inputs of all.
@@ -138,7 +138,13 @@ def by_client(
         )
     places = places_of(owners)
     # Ids of several types cannot be compared: sorted by type first.
-    ranked = sorted(places, key=lambda owner: (type(owner).__name__, owner))
+    ranked = sorted(
+        places,
+        key=lambda owner: (
+            type(owner).__name__,
+            natural(owner) if isinstance(owner, str) else owner,
+        ),
+    )
     found = ranked if order is None else list(order)
     known = set(found)
     if strangers := [owner for owner in places if owner not in known]:

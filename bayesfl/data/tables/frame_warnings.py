@@ -29,7 +29,7 @@ def of_levels(what: str, levels: Sequence[str]) -> list[str]:
 
 def of_units(statistics: Mapping[str, Any]) -> list[str]:
     """Return warnings about clients whose mean of a column is far from all others', as in another
-    unit.
+    unit, and about columns in which most clients' are, as an identifier's.
     """
     found: dict[str, dict[str, np.ndarray]] = {}
     for client, columns in statistics.items():
@@ -40,6 +40,7 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
     told = []
     for name, of in found.items():
         n, sums, squares = sum(of.values(), np.zeros(3))
+        far = []
         for client, (own, total, within) in of.items():
             others = n - own
             if others < KNOWN_ROWS:
@@ -47,8 +48,10 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
             mean, rest = total / own, (sums - total) / others
             spread = np.sqrt((squares - within) / others)
             if spread > 0 and abs(mean - rest) > UNITS * spread:
-                told.append(
+                far.append(
                     f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
                     "as in another unit"
                 )
+        one = [f"{name!r} looks like an identifier: its means differ between most clients"]
+        told += one if len(far) > max(2, len(of) / 2) else far
     return told[:10] + [f"and {len(told) - 10} more"] * (len(told) > 10)

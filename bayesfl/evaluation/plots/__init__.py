@@ -13,8 +13,8 @@ from bayesfl.evaluation.plots.diagrams import reliability, reliability_compare
 from bayesfl.evaluation.plots.forest import forest
 from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
-from bayesfl.evaluation.plots.posteriors import marginals, predictions
-from bayesfl.evaluation.plots.promises import coverage, evidence
+from bayesfl.evaluation.plots.posteriors import predictions
+from bayesfl.evaluation.plots.promises import coverage
 from bayesfl.evaluation.plots.studies import paired, study
 from bayesfl.evaluation.plots.survival import kaplan_meier
 
@@ -22,13 +22,11 @@ __all__ = [
     "OKABE_ITO",
     "client_curves",
     "coverage",
-    "evidence",
     "forest",
     "interval_reliability",
     "kaplan_meier",
     "labels",
     "learning_curves",
-    "marginals",
     "paired",
     "predictions",
     "reliability",

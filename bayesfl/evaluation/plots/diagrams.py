@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from bayesfl.data.outline import place
+from bayesfl.data.outline import known_names, place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import names_of_results, only, predictions
+from bayesfl.evaluation.plots.inputs import only, predictions
 from bayesfl.evaluation.plots.look import (
     BLUE,
     GREY,
@@ -16,7 +16,6 @@ from bayesfl.evaluation.plots.look import (
     Axes,
     Figure,
     clean,
-    key,
     literal,
     new_figure,
 )
@@ -38,10 +37,6 @@ _UNDER: dict[str, Any] = {
 _Panel: TypeAlias = tuple[ReliabilityBins, str]  # one diagram: its bins, and the numbers above it
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _COLUMNS = 3  # panels in a row, so that they can be read at the width of a page
-_FEW = 20  # a bin of fewer examples is an outline, filled palely
-_PALE = 0.2
-_PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
-_PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
 _LINE = 11.0  # points that a line of numbers above a diagram takes
 
 
@@ -74,8 +69,6 @@ def reliability(
     bins: int = 15,
     by: Literal["pooled", "client"] = "pooled",
     clients: Sequence[int | str] | None = None,
-    names: Sequence[str] | None = None,
-    ax: "Axes | None" = None,
     title: str | None = None,
 ) -> Any:
     """Draw a reliability diagram: accuracy by bins of confidence, and the number of examples in
@@ -84,11 +77,10 @@ def reliability(
     Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above
     the bar, hatched in vermilion, if the model is overconfident; inside the bar, dotted, if it is
     underconfident. Thin lines are intervals of a binomial share (Wilson, level 0.95) for each
-    accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration
-    error (ECE) is the mean of the gaps, weighted by the counts in the histogram beneath, whose
-    scale is logarithmic. If several clients are pooled, the mean of their own errors is shown as
-    well; it is larger, because each client has fewer examples. Guo et al., "On calibration of
-    modern neural networks", ICML 2017.
+    accuracy. The expected calibration error (ECE) is the mean of the gaps, weighted by the counts
+    in the histogram beneath, whose scale is logarithmic. If several clients are pooled, the mean of
+    their own errors is shown as well; it is larger, because each client has fewer examples. Guo et
+    al., "On calibration of modern neural networks", ICML 2017.
 
     Args:
         source: A simulation's result, whose personal predictions on its test data are used; or
@@ -99,10 +91,6 @@ def reliability(
         by: `pooled`, one diagram of all examples; `client`, one for each client under its name.
         clients: Clients by name or number; by default all if pooled, otherwise the first 12 with
             examples.
-        names: Names of all clients, the titles of their diagrams; by default those of the result's
-            data, or numbers.
-        ax: Axes for a pooled diagram, which are reduced for the histogram beneath; by default in a
-            new figure.
         title: Of the diagram, or of the figure.
 
     Returns:
@@ -120,27 +108,17 @@ def reliability(
         >>> bf.plots.reliability(result).get_ylabel()
         'accuracy'
     """
-    from mpl_toolkits.axes_grid1 import make_axes_locatable
-
     probs, labels, mask = predictions(source, labels, mask)
-    called = names_of_results(source, names, len(probs))
+    names = source.data.client_names if hasattr(source, "predict") else None
+    called = known_names(names, len(probs))
     these = None if clients is None else [place(client, called) for client in clients]
     if by == "pooled":
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
-        if ax is None:
-            return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
-        options: dict[str, Any] = {"sharex": ax, "label": "histogram"}
-        beneath = make_axes_locatable(ax).append_axes("bottom", "25%", 0.05, **options)
-        _diagram(ax, beneath, pooled)
-        ax.set_title(title or "")
-        key(ax, _key(), lift=_height(pooled[1]))
-        return ax
+        return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
     these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
     panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
-    titles = [
-        f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in these
-    ]
+    titles = [f"client {called[j]}" if called[j].isdigit() else called[j] for j in these]
     figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
         figure.suptitle(title)
@@ -213,7 +191,7 @@ def _panels(
     figure.legend(
         handles=_key(),
         loc="outside lower center",
-        ncols={1: 2, 2: 2, 3: 3}.get(columns, 5),
+        ncols=2 if columns < 3 else 4,
         frameon=False,
         fontsize="small",
         handlelength=1.3,
@@ -226,9 +204,9 @@ def _diagram(
     beneath: "Axes",
     panel: _Panel,
     *,
-    across: bool = True,
-    up: bool = True,
-    tallest: int | None = None,
+    across: bool,
+    up: bool,
+    tallest: int,
 ) -> None:
     """Draw one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
 
@@ -238,13 +216,11 @@ def _diagram(
         panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
-        tallest: Largest count on the histogram's axis; by default its own.
+        tallest: Largest count on the histogram's axis.
     """
-    from matplotlib.colors import to_rgba
     from scipy.stats import binomtest
 
     bins, numbers = panel
-    few = bins.count < _FEW
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
     ax.bar(
@@ -252,20 +228,16 @@ def _diagram(
         height,
         width,
         align="edge",
-        color=[to_rgba(BLUE, _PALE if one else 0.85) for one in few],
-        edgecolor=[BLUE if one else "white" for one in few],
+        color=BLUE,
+        alpha=0.85,
+        edgecolor="white",
         linewidth=0.6,
         label="accuracy",
         gid="accuracy",
     )
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
-    for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, _PALE_UNDER)):
-        # white dots would not show on what is pale
-        own = {
-            "color": [to_rgba(look["color"], _PALE if one else None) for one in few[which]],
-            "edgecolor": [edge if one else look["edgecolor"] for one in few[which]],
-        }
+    for which, look in ((over, _OVER), (filled & ~over, _UNDER)):
         ax.bar(
             left[which],
             (high - low)[which],
@@ -273,7 +245,7 @@ def _diagram(
             bottom=low[which],
             align="edge",
             linewidth=0.6,
-            **look | own,
+            **look,
         )
     for middle, count, right in zip(
         (left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True
@@ -284,7 +256,6 @@ def _diagram(
             [ends.low, ends.high],
             color=INK,
             linewidth=0.9,
-            alpha=1.0 if count >= _FEW else 0.6,
             gid="interval",
         )
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
@@ -310,7 +281,7 @@ def _diagram(
         linewidth=0.6,
         gid="count",
     )
-    _count(beneath, tallest or int(bins.count.max()))
+    _count(beneath, tallest)
     beneath.set_xticks(np.linspace(0, 1, 6))
     clean(beneath)
     ax.tick_params(labelbottom=False, labelleft=up)
@@ -343,7 +314,6 @@ def _count(ax: "Axes", tallest: int) -> None:
 
 def _key() -> list[Any]:
     """Return the handles of a diagram's legend."""
-    from matplotlib.colors import to_rgba
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -364,10 +334,4 @@ def _key() -> list[Any]:
             label=_UNDER["label"],
         ),
         Line2D([], [], color=INK, linewidth=0.9, label="interval, level 0.95"),
-        Patch(
-            facecolor=to_rgba(BLUE, _PALE),
-            edgecolor=BLUE,
-            linewidth=0.6,
-            label=f"fewer than {_FEW} examples",
-        ),
     ]

@@ -12,7 +12,6 @@ from bayesfl.evaluation.plots.look import (
     Axes,
     finish,
     literal,
-    natural,
     new_figure,
 )
 
@@ -65,7 +64,6 @@ def forest(
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     found = (fit.leave_one_out if without else fit.by_site)(term, level)
-    found = found.loc[[*sorted(found.index[:-1], key=natural), found.index[-1]]]
     ratio = fit.ratio is not None
     values = found[["estimate", "low", "high"]].to_numpy(float)
     joint, sites = values[-1], values[:-1]

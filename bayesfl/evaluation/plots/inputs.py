@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfl.data.names import check_names
-from bayesfl.data.outline import known_names
-
 
 def predictions(
     source: Any, labels: Tensor | None, mask: Tensor | None
@@ -24,19 +21,6 @@ def predictions(
     probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
     mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
-
-
-def names_of_results(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
-    """Return the clients' given names, otherwise those of a result's data, otherwise their numbers.
-
-    Raises:
-        TypeError: The given names are not a list.
-        ValueError: The number of given names differs from the number of clients.
-    """
-    check_names(given, clients)
-    if given is None and hasattr(source, "data") and hasattr(source, "predict"):
-        given = source.data.client_names
-    return known_names(given, clients)
 
 
 def only(mask: Tensor, clients: Sequence[int]) -> Tensor:

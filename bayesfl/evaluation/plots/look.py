@@ -3,8 +3,7 @@ pyplot, axes.
 """
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -82,24 +81,18 @@ def new_figure(size: tuple[float, float]) -> "Figure":
     return Shown(figsize=size, dpi=150, layout="constrained")
 
 
-def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) -> None:
-    """Place the legend above the axes, where it hides nothing, and the title above the legend.
-
-    Args:
-        ax: The axes.
-        handles: Artists in the legend; by default all with a label.
-        lift: Occupied height above the axes, in points.
-    """
+def key(ax: "Axes") -> None:
+    """Place the legend above the axes, where it hides nothing, and the title above the legend."""
     from matplotlib.transforms import ScaledTranslation
 
-    shown = ax.get_legend_handles_labels()[0] if handles is None else list(handles)
+    shown = ax.get_legend_handles_labels()[0]
     if not shown:
         return
     figure = ax.figure
     longest = max(len(str(handle.get_label())) for handle in shown)
     width = ax.bbox.width / figure.dpi  # inches
     lines = -(-len(shown) // max(1, int(width / (0.5 + 0.068 * longest))))
-    above = ScaledTranslation(0, (lift + 3) / 72, figure.dpi_scale_trans)
+    above = ScaledTranslation(0, 3 / 72, figure.dpi_scale_trans)
     ax.legend(
         handles=shown,
         loc="lower left",
@@ -113,7 +106,7 @@ def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) 
         borderpad=0,
         borderaxespad=0,
     )
-    ax.set_title(ax.get_title(), pad=lift + 8 + 13 * lines)
+    ax.set_title(ax.get_title(), pad=8 + 13 * lines)
 
 
 def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
@@ -126,11 +119,6 @@ def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(True, axis=grid, color="0.9", linewidth=0.8)
-
-
-def natural(name: str) -> list[Any]:
-    """Return a key that sorts H2 before H10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def finish(

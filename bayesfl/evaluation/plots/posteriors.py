@@ -1,84 +1,12 @@
-"""Diagrams of posteriors: weights' marginals beside those of another posterior, and predictions
-over one or two inputs.
-"""
+"""Diagrams of posteriors: predictions over one or two inputs."""
 
-from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import torch
 
 from bayesfl.base.options import Count, Share
 from bayesfl.evaluation.plots.look import BLUE, INK, Axes, finish, lines, literal, new_figure
-from bayesfl.posteriors.sampling.samples import Drawn, Samples
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Ends of the 90 % and 50 % intervals of a marginal, and its median."""
-
-
-@literal
-def marginals(
-    entries: Mapping[str, Samples | Drawn],
-    *,
-    weights: Sequence[int] | None = None,
-    draws: int = 4000,
-    ax: "Axes | None" = None,
-    title: str | None = None,
-) -> "Axes":
-    """Draw marginals of single weights, one posterior beside another: the median, a thick line for
-    the 50 % interval and a thin one for that of 90 %.
-
-    An overconfident approximation has shorter lines than a reference such as `bf.posteriors.nuts`.
-
-    Args:
-        entries: {name: `Samples`, or a Gaussian such as a `Laplace`, from which draws are made},
-            all for the same weights.
-        weights: Indices of the weights in their flat vector; None for the first 12.
-        draws: Number of draws of a Gaussian.
-        ax: Where to draw; by default a new figure.
-        title: Of the axes.
-
-    Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
-
-    Raises:
-        ValueError: The posteriors are for different weights.
-
-    >>> x, y = torch.randn(30, 2), torch.arange(30) % 2
-    >>> model = nn.Linear(2, 2)
-    >>> fitted = bf.posteriors.Laplace.fit(model, x, y, precision=1.0)
-    >>> ax = bf.plots.marginals({"Laplace": fitted})
-    >>> ax.get_yticklabels()[1].get_text()
-    'weight[0, 1]'
-    """
-    samples = {
-        name: one if isinstance(one, Samples) else one.sample(draws)
-        for name, one in entries.items()
-    }
-    first, *others = (one.layout for one in samples.values())
-    if any(other.shapes != first.shapes for other in others):
-        raise ValueError(f"the posteriors {list(entries)} are of different weights")
-    places = range(min(12, first.size)) if weights is None else weights
-    names = [
-        name if not shape else f"{name}[{', '.join(map(str, place))}]"
-        for name, shape in first.shapes.items()
-        for place in np.ndindex(*shape)
-    ]
-    if ax is None:
-        ax = new_figure((5.4, (0.9 + (0.16 + 0.13 * len(samples)) * len(places)))).add_subplot()
-    step = 0.7 / len(samples)
-    for line, (one, look) in enumerate(zip(samples.values(), lines(samples), strict=True)):
-        colour, label = look["color"], look["label"]
-        flat = one.draws.flatten(0, 1)[:, list(places)].double().cpu().numpy()
-        low, lower, middle, upper, high = np.quantile(flat, QUANTILES, axis=0)
-        y = np.arange(len(places)) + (line - (len(samples) - 1) / 2) * step
-        ax.hlines(y, low, high, color=colour, linewidth=1)
-        ax.hlines(y, lower, upper, color=colour, linewidth=3)
-        ax.plot(middle, y, "o", color=colour, markeredgecolor="white", markersize=5, label=label)
-    ax.set_yticks(range(len(places)), [names[place] for place in places])
-    ax.set_ylim(len(places) - 0.5, -0.5)  # the first weight on top
-    return finish(ax, title, grid="x", legend=True, xlabel="weight")
 
 
 @literal

@@ -1,5 +1,5 @@
-"""Diagrams of guarantees: coverage by client, label or group with exact intervals, sizes of sets,
-and the evidence of alarms over time.
+"""Diagrams of guarantees: coverage by client, label or group with exact intervals, and sizes of
+sets.
 """
 
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.audit import Audit
 from bayesfl.evaluation.plots.look import (
     BLUE,
@@ -17,8 +16,6 @@ from bayesfl.evaluation.plots.look import (
     Axes,
     Figure,
     clean,
-    finish,
-    lines,
     literal,
     new_figure,
     some,
@@ -94,74 +91,6 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     return figure
 
 
-@literal
-def evidence(
-    entries: "Alarm | Mapping[str, Alarm]",
-    *,
-    ax: "Axes | None" = None,
-    title: str | None = None,
-) -> "Axes":
-    """Draw the evidence of alarms after every row, on a logarithmic axis from 0.001 to 1e9, and the
-    threshold 1 / delta.
-
-    Args:
-        entries: An alarm; {name: alarm} for several.
-        ax: Where to draw; by default a new figure.
-        title: Of the axes.
-
-    Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
-
-    Raises:
-        ValueError: There is no alarm, or their thresholds differ.
-
-    Example:
-        >>> from bayesfl.evaluation.alarm import Alarm
-        >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05).see([0.25, 0.15])
-        >>> bf.plots.evidence(watch).get_xlabel()
-        'rows seen'
-    """
-    named: dict[str, Alarm] = {"": entries} if isinstance(entries, Alarm) else dict(entries)
-    (height,) = {1 / watch.delta for watch in named.values()}
-    ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
-    for watch, look in zip(named.values(), lines(named), strict=True):
-        shown = np.concatenate([[1.0], watch.history])
-        ax.plot(np.arange(len(shown)), shown, linewidth=1.4, **look)
-        reached = np.flatnonzero(shown >= height)
-        if len(reached):
-            ax.plot(
-                reached[:1],
-                shown[reached[:1]],
-                "o",
-                color=look["color"],
-                markersize=5,
-                gid="raised",
-            )
-    ax.axhline(
-        height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}"
-    )
-    ax.annotate(
-        f"raised at {height:g}",
-        (1, height),
-        (0, 3),
-        xycoords=ax.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize="small",
-    )
-    ax.set_yscale("log")
-    ax.set_ylim(*np.clip(ax.get_ylim(), 1e-3, 1e9))
-    return finish(
-        ax,
-        title,
-        grid="y",
-        legend=not isinstance(entries, Alarm),
-        xlabel="rows seen",
-        ylabel="evidence",
-    )
-
-
 def _covered(ax: "Axes", beneath: "Axes", found: Any, top: float, *, alone: bool) -> float:
     """Draw an audit's coverage and intervals by unit in `ax`, with units below the guaranteed level
     in another colour, and mean sizes in `beneath`, hatched up to `top` if infinite; return the
@@ -184,14 +113,14 @@ def _covered(ax: "Axes", beneath: "Axes", found: Any, top: float, *, alone: bool
     below, kind = np.isin(found.units, found.below)[places], f"a {found.by}"
     for which, colour, marker, label in (
         (~below, BLUE, "o", kind),
-        (below, RED, "D", f"{kind} below the promise"),
+        (below, RED, "D", f"{kind} below the level"),
     ):
         if which.any():
             look: dict[str, Any] = {"color": colour, "markersize": 4.5, "label": label}
             ax.plot(places[which], share[which], marker, gid=label, **look)
     worst = "worst by chance" + (f": {found.worst_by_chance:.2f}" if alone else "")
     for height, dashes, label in (
-        (found.level, (4, 3), f"promised: {found.level:g}"),
+        (found.level, (4, 3), f"nominal: {found.level:g}"),
         (found.worst_by_chance, (1, 2), worst),
     ):
         ax.axhline(height, linestyle=(0, dashes), color=INK, linewidth=1, label=label)

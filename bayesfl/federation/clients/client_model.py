@@ -48,7 +48,7 @@ from bayesfl.evaluation.calibration.steps import any_draws
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
-from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
+from bayesfl.federation.clients.exporting import Served, write_onnx
 from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.clients.pooling import predicting, predictor_of, rule_of, servers
 from bayesfl.federation.settings import present
@@ -359,7 +359,19 @@ class ClientModel:
             "class_names": schema.class_names,
             "columns": schema.columns,
             "prepared": None if schema.prepared is None else json.loads(schema.prepared.to_json()),
-            **described_served(self.steps, schema.transform),
+            "steps": [
+                {
+                    "step": type(one.step).__name__,
+                    "options": described(vars(one.step)),
+                    **{
+                        name: described(t[0].tolist() if name in one.own else t.tolist())
+                        for name, t in (*one.own.items(), *one.state.items())
+                        if name in ("temperature", "bias", "threshold", "shared")
+                    },
+                }
+                for one in self.steps
+            ],
+            "transform": described(schema.transform),
         }
         write_onnx(path, served, rows, expected, about)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.described import described
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import Inputs, call, each, named
 from bayesfl.base.protocols import Likelihood, Tensors
@@ -97,6 +96,7 @@ def write_onnx(
         ValueError: The predictions of the module and of the client differ.
     """
     import onnx
+    import onnxruntime
     import onnxscript
 
     op: Any = onnxscript.opset18
@@ -130,8 +130,12 @@ def write_onnx(
         onnx.helper.set_model_props(model, {"bayesfl": json.dumps(about)})
         onnx.checker.check_model(model)
         onnx.save(model, temporary)
-        for name, t in _run(temporary, names, rows, found).items():
-            apart = float(((t.cpu() - expected[name]).abs() / (1 + expected[name].abs())).max())
+        session = onnxruntime.InferenceSession(temporary)
+        inputs = {name: t.cpu().numpy() for name, (_, t) in zip(names, named(rows), strict=True)}
+        for name, made in zip(found, session.run(list(found), inputs), strict=True):
+            apart = float(
+                ((torch.from_numpy(made) - expected[name]).abs() / (1 + expected[name].abs())).max()
+            )
             if not apart <= NEAR:
                 raise ValueError(
                     f"the exported network's {name!r} would differ from the client's predictions "
@@ -157,33 +161,3 @@ def _tidy(graph: Any, names: Mapping[str, str]) -> None:
                 _tidy(attribute.g, names)
     for value in (*graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
-
-
-def _run(path: os.PathLike[str], names: Sequence[str], rows: Inputs, found: Tensors) -> Tensors:
-    """Return the output of the file's graph for rows, by the names of `found`."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path)
-    inputs = {name: t.cpu().numpy() for name, (_, t) in zip(names, named(rows), strict=True)}
-    return dict(zip(found, map(torch.from_numpy, session.run(list(found), inputs)), strict=True))
-
-
-def described_served(steps: Sequence[Fitted], transform: Change | None) -> dict[str, Any]:
-    """Return the metadata of an exported file on the steps of calibration and the transform in its
-    graph.
-    """
-    return {
-        "steps": [
-            {
-                "step": type(one.step).__name__,
-                "options": described(vars(one.step)),
-                **{
-                    name: described(t[0].tolist() if name in one.own else t.tolist())
-                    for name, t in (*one.own.items(), *one.state.items())
-                    if name in ("temperature", "bias", "threshold", "shared")
-                },
-            }
-            for one in steps
-        ],
-        "transform": described(transform),
-    }

@@ -251,29 +251,17 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         if views is not started:
             algorithm.check_reported(started, views)
-        return Done(
-            ids,
-            given,
-            views,
-            info,
-            seconds,
-            self._bytes(given, received.addressed, len(ids)),
-            diverged,
-        )
-
-    def _bytes(self, given: Server, addressed: View, clients: int) -> int:
-        """Return the number of bytes that the clients receive in a round; frozen blocks do not
-        count, because clients have them from the start.
-        """
-        frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
-        sent = [
+        # Clients have frozen blocks from the start.
+        frozen = [name for name, block in algorithm.blocks.items() if block.pool is None]
+        common = [
             t
             for key, value in given.items()
             if key not in frozen
             for t in tree_leaves(value)
             if isinstance(t, Tensor)
         ]
-        return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
+        sent = [*common * len(ids), *tree_leaves(received.addressed)]
+        return Done(ids, given, views, info, seconds, sum(t.nbytes for t in sent), diverged)
 
     def over(
         self, crew: Crew, ids: np.ndarray | None, work: Callable[[np.ndarray], T]

@@ -79,7 +79,18 @@ def with_heads(method: Method) -> Algorithm:
         >>> method
         Algorithm(SplitModel; own_head: FullGaussian, body: Point; 0 phases)
     """
-    layer = _last_linear(method.model)
+    layers = [
+        (name, is_parametrized(part))
+        for name, part in method.model.named_modules()
+        if type(part) is nn.Linear or (isinstance(part, nn.Linear) and is_parametrized(part))
+    ]
+    if not layers or layers[-1][1]:
+        raise ValueError(
+            "the network has no nn.Linear as its last layer, whose weights would be a client's "
+            "head; remove weight_norm and the like with "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    layer = layers[-1][0]
     also = aliases(method.model)  # a block covers all names of a parameter
     mine = tuple(
         alias
@@ -105,26 +116,6 @@ def with_heads(method: Method) -> Algorithm:
         likelihood=method.likelihood,
         predictor=Heads(),
     )
-
-
-def _last_linear(model: nn.Module) -> str:
-    """Return the name of the last linear layer that a network declares.
-
-    Raises:
-        ValueError: There is none, or its weights are computed from other parameters.
-    """
-    layers = [
-        (name, is_parametrized(part))
-        for name, part in model.named_modules()
-        if type(part) is nn.Linear or (isinstance(part, nn.Linear) and is_parametrized(part))
-    ]
-    if not layers or layers[-1][1]:
-        raise ValueError(
-            "the network has no nn.Linear as its last layer, whose weights would be a client's "
-            "head; remove weight_norm and the like with "
-            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
-        )
-    return layers[-1][0]
 
 
 def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:

@@ -147,35 +147,16 @@ def fitted(
         done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
         if not ends(step):
             for split, others in now.items():
-                _say_if_worse(step, split, others, done[-1].apply(others))
+                if losses := worse(others, done[-1].apply(others)):
+                    warn(
+                        f"{type(step).__name__} raises the loss of the rows in {split!r}, to which "
+                        f"it was not fitted, from {losses[0]:.3g} to {losses[1]:.3g} nats a row: "
+                        f"leave the step out, or put more rows into {step.split!r}"
+                    )
     return tuple(done)
 
 
-def _say_if_worse(
-    step: Step, split: str, before: LocalPredictions, after: LocalPredictions
-) -> None:
-    """Warn if a step increases the loss of rows to which it was not fitted."""
-    if worse := _worse(before, after):
-        warn(
-            f"{type(step).__name__} raises the loss of the rows in {split!r}, to which it was not "
-            f"fitted, from {worse[0]:.3g} to {worse[1]:.3g} nats a row: leave the step out, or put "
-            f"more rows into {step.split!r}",
-        )
-
-
-def say_if_unsure(plain: LocalPredictions, averaged: LocalPredictions) -> None:
-    """Warn if averaging over a posterior increases the loss on validation rows, compared with the
-    network alone, by more than two standard errors and more than one per cent.
-    """
-    if (worse := _worse(plain, averaged)) and worse[1] > 1.01 * worse[0]:
-        warn(
-            f"the loss of validation rows is {worse[0]:.3g} nats a row for the network alone, and "
-            f"{worse[1]:.3g} with this posterior, whose predictions are underconfident: fit a "
-            "temperature to them, .calibrate(bf.calibration.Temperature())",
-        )
-
-
-def _worse(before: LocalPredictions, after: LocalPredictions) -> tuple[float, float] | None:
+def worse(before: LocalPredictions, after: LocalPredictions) -> tuple[float, float] | None:
     """Return the mean losses of two predictions of classes for the same rows, in nats, if the
     second is larger by more than two standard errors of the difference; None otherwise.
     """

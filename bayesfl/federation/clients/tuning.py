@@ -148,7 +148,7 @@ def check_tunable(
     Raises:
         ValueError: The predictor tunes a number and there are no validation data.
     """
-    if (together(algorithm) or validates(algorithm)) and not there:
+    if (together(algorithm) or getattr(algorithm.predictor, "validates", False)) and not there:
         tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
         raise ValueError(f"{tunes} is chosen on validation data, and {why}, or pass a number")
 
@@ -163,8 +163,3 @@ def together(algorithm: Algorithm) -> bool:
     data together.
     """
     return algorithm.predictor is not None and len(algorithm.predictor.grid) > 1
-
-
-def validates(algorithm: Algorithm) -> bool:
-    """Return whether each client's predictor reads the client's own validation data."""
-    return getattr(algorithm.predictor, "validates", False)

@@ -28,7 +28,6 @@ import numpy as np
 from bayesfl.base.options import Count, declared
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.warning import warn
-from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.loading import reloaded
 from bayesfl.federation.run.result import Result
@@ -173,28 +172,3 @@ class EarlyStopping:
             return False
         pairs = zip(self.best.history.rows, result.history.rows, strict=False)
         return all(repr({key: one.get(key) for key in row}) == repr(row) for one, row in pairs)
-
-
-class CSV:
-    """Write the history to a file after every round; the file is always complete.
-
-    Args:
-        path: Path of the file.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> clients = bf.data.iid("digits", clients=2)
-        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = pathlib.Path(folder, "history.csv")
-        ...     result = bf.simulate(method, clients, rounds=2, on_round=[bf.callbacks.CSV(file)])
-        ...     print(len(file.read_text().splitlines()))
-        3
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = path
-
-    def __call__(self, result: Any) -> None:
-        """Write the file."""
-        report.write_csv(self._path, result.history)

@@ -44,7 +44,8 @@ def check_callbacks(name: str, on_round: Iterable[object]) -> None:
     for callback in on_round:
         if not callable(callback) or isinstance(callback, type):  # otherwise fails after a round
             raise TypeError(
-                f"{name} must hold functions, or objects as CSV(path), got {callback!r}"
+                f"{name} must hold functions, or objects as EarlyStopping('validation_nll'), got "
+                f"{callback!r}"
             )
 
 

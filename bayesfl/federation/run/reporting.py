@@ -26,6 +26,7 @@ from bayesfl.federation.settings import OPEN, Settings
 
 HEADLINE = (
     "accuracy",
+    "most_frequent_class",
     "rmse",
     "nll",
     "pinball",
@@ -58,9 +59,11 @@ def write_report(path: str | os.PathLike[str], found: Mapping[str, Any], run: An
     if run is not None and tests is not None and tests.counts.any():
         predicted = run.known_of(tests)
         measures = predicted.measured()
-        summary = measures.summary()
+        summary, rows = measures.summary(), measures.table(run.known.client_names)
+        if (often := run.data.most_frequent("test")) is not None:
+            rows["most_frequent_class"] = often
+            summary["most_frequent_class"] = float(np.nanmean(often))
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
-        rows = measures.table(run.known.client_names)
         means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
         told = "Every client's own model on its own test rows. Click a title to sort."
@@ -296,9 +299,7 @@ def _coverage(run: Any, predicted: Predictions) -> list[Section]:
     told = f"<p>Sets or intervals should contain the truth with probability {audit.level:g}.</p>"
     drawn = picture(plots.coverage(audit), "coverage by client")
     counts = table({in_prose(key).removeprefix("coverage "): of for key, of in shown.items()})
-    if len(audit.units) > 40:  # the picture is too wide for half a page
-        return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
-    return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
+    return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
 
 
 def _sent(found: Mapping[str, Any], run: Any) -> str:

@@ -177,7 +177,7 @@ class Result(Run):
     def _answered(self, aggregation: surveying.Adder | None) -> Known:
         known = known_of(self.after, self.algorithm)
         asks = next_question(self.algorithm, self.server, known) is not None
-        if not asks and not tuning.validates(self.algorithm):
+        if not asks and not getattr(self.algorithm.predictor, "validates", False):
             return known
         tuning.check_tunable(self.algorithm, tuning.tunable(self.data))
         data = self.data.to(self.device, self.dtype)
@@ -442,7 +442,14 @@ class Result(Run):
         held = self.data.to(self.device, self.dtype).splits.get("validation")
         if held is not None and held.counts.any() and self.known.task == "classification":
             plain, averaged = (made.local_predictions(held, draws=draws)[0] for draws in (0, None))
-            surveying.say_if_unsure(plain, averaged)
+            losses = surveying.worse(plain, averaged)
+            if losses is not None and losses[1] > 1.01 * losses[0]:
+                warn(
+                    f"the loss of validation rows is {losses[0]:.3g} nats a row for the network "
+                    f"alone, and {losses[1]:.3g} with this posterior, whose predictions are "
+                    "underconfident: fit a temperature to them, "
+                    ".calibrate(bf.calibration.Temperature())"
+                )
         return made
 
     def _by(self, method: Algorithm, aggregation: surveying.Adder | None) -> "Result":

@@ -231,7 +231,17 @@ def simulate(
                 "start": described(origin and origin.server),
             }
         )
-        _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
+        known = [*measures_of(algorithm.likelihood), *measures]
+        if unknown := [name for name in record_clients if name not in known]:
+            raise ValueError(
+                f"record_clients accepts some of {known}, without a prefix such as personal_; got "
+                f"{unknown[0]!r}"
+            )
+        if record_clients and settings.sampling == "poisson":
+            raise ValueError(
+                "record_clients stores clients' own measures without noise, so the run's epsilon "
+                "would not cover its history; leave it out under ClientPrivacy"
+            )
         if goes_on is None:
             begins = algorithm, clients, settings, engine or Engine(), before
             result, repeats = _begun(*begins, device=device, dtype=dtype), 0
@@ -320,24 +330,6 @@ def _refuse_contradictions(
         )
     if settings.evaluate_every is not None:
         tuning.check_tunable(algorithm, tuning.tunable(clients))
-
-
-def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Settings) -> None:
-    """Check before training that these measures exist and that clients may publish them.
-
-    Raises:
-        ValueError: There is no such measure, or the run uses `ClientPrivacy`.
-    """
-    if unknown := [name for name in recorded if name not in known]:
-        raise ValueError(
-            f"record_clients accepts some of {list(known)}, without a prefix such as personal_; "
-            f"got {unknown[0]!r}"
-        )
-    if recorded and settings.sampling == "poisson":
-        raise ValueError(
-            "record_clients stores clients' own measures without noise, so the run's epsilon would "
-            "not cover its history; leave it out under ClientPrivacy"
-        )
 
 
 def _begun(

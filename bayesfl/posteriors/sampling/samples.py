@@ -71,10 +71,6 @@ class Samples:
         flat = self.draws.flatten(0, 1)
         return flat.mean(0), flat.var(0)
 
-    def covariance(self) -> Tensor:
-        """Return the covariance of the weights over all draws, [D, D]."""
-        return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
-
     def outputs(self, x: Data) -> Tensor:
         """Compute the network's outputs at every draw of all chains, [K S, N, O].
 
@@ -143,7 +139,7 @@ class Samples:
 
         data = self.to_arviz()
         found = {
-            "r_hat": arviz.rhat(data),
+            "r_hat": arviz.rhat(data) if len(self.draws) > 1 else arviz.ess(data) * np.nan,
             "ess": arviz.ess(data),
             "ess_tail": arviz.ess(data, method="tail"),
         }
@@ -154,9 +150,9 @@ class Samples:
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
     def verdict(self) -> str:
-        """Return a line on the reliability of the chains: the largest R-hat and the smallest
-        effective number of draws over all weights, and a remedy if the former is above 1.01 or the
-        latter below 100 for each chain.
+        """Return a line on the reliability of the draws: the largest R-hat of several chains and
+        the smallest effective number of draws over all weights, and a remedy if the former is above
+        1.01 or the latter below 100 for each chain.
 
         Source: Vehtari et al., 2021, section 4; see `diagnostics`.
 
@@ -166,14 +162,15 @@ class Samples:
             >>> drawn.verdict().endswith("run longer, by warmup= and draws= or thin=")
             True
         """
-        found = self.diagnostics()
+        found, (chains, draws) = self.diagnostics(), self.draws.shape[:2]
         worst, least = float(found["r_hat"].max()), float(found["ess"].min())
-        chains, draws = self.draws.shape[:2]
-        said = f"worst R-hat {worst:.2f}, least ESS {least:.0f} of {chains * draws}"
+        said = f"least ESS {least:.0f} of {chains * draws}"
+        if chains == 1:
+            return f"no R-hat of one chain, {said}" + ": take more draws" * (not least >= 100)
+        said = f"worst R-hat {worst:.2f}, {said}"
         if worst <= 1.01 and least >= 100 * chains:
             return said
-        more = "" if chains > 1 else "use chains=4, and "
-        return f"{said}: {more}run longer, by warmup= and draws= or thin="
+        return f"{said}: run longer, by warmup= and draws= or thin="
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the draws into one file, completely or not at all; `Samples.load` reads it."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import noted
+from bayesfl.data.names import natural
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.density.integral import Differences, InDouble, Integral, Parts, Unasked
@@ -80,7 +81,7 @@ def tables_of(
 ) -> Tables:
     """Return sites with the shared parameters as terms."""
     columns = tuple(name for one in parameters for name in one.columns)
-    ordered = [sites[name] for name in sorted(sites)]
+    ordered = [sites[name] for name in sorted(sites, key=natural)]
     models = apart([one.local for one in ordered])
     for batch in batches(models):
         at = models[batch[0]].begin[None]

@@ -161,11 +161,6 @@ class Ledger:
         counts = np.bincount(np.searchsorted(sorted({*known, *ends}), times))
         return float(min(counts[counts > 0], default=math.inf))
 
-    def keep_ends(self, site: "Site", time: str, event: str, ends: Iterable[float]) -> None:
-        """Record the ends of bins for later analyses; see `fewest`."""
-        of = self.ends.setdefault(site.name, {})
-        of[f"{time}, {event}"] = sorted({*of.get(f"{time}, {event}", []), *ends})
-
     def tells_one(self, names: Sequence[str]) -> bool:
         """Return whether sums over these sites and earlier sums together determine one site's, for
         any questions, because several questions have the same sums.

@@ -107,7 +107,7 @@ def cox(
         ... }
         >>> sites = bf.stats.tables(frames, terms=["dose"], also=["t", "d"])
         >>> fit = bf.stats.cox(sites, time="t", event="d", exact_times=True)
-        >>> round(float(fit.coefficients["dose"]), 3)
+        >>> round(float(fit.table()["coef"]["dose"]), 3)
         0.518
     """
     asked = Questions(sites, aggregation)

@@ -319,7 +319,8 @@ def kaplan_meier(
             f"{times.ends[int(place)]:g})"
         )
         if most > 1:
-            warn(f"{said}: read curves up to there, or take exact_times=True")
+            first = times.ends[int((off.amax(0) > 1).nonzero()[0])]
+            warn(f"{said}. Estimates from time {first:g} on are unreliable. Use exact_times=True.")
     return KaplanMeier(
         groups=tuple(map(str, groups_of(asked.sites, by).levels)),
         times=torch.tensor(times.ends, dtype=torch.float64)[there],

@@ -41,6 +41,8 @@ def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
     assert data.client_names == ("a", "b", "c")
     assert data.train.client(0)[0].flatten().tolist() == [1, 4, 7, 10]
     assert from_arrays(x, y, client_ids=["b", 1, 2.5] * 4, test_share=0).clients == 3
+    numbered = from_arrays(x, y, client_ids=["H10", "H2", "H²"] * 4, test_share=0)
+    assert numbered.client_names == ("H2", "H10", "H²")
 
 
 @pytest.mark.parametrize(

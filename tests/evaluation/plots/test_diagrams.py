@@ -18,22 +18,15 @@ from tests.cases import run
 from tests.evaluation.plots.made import bars, beneath, federation
 
 pytest.importorskip("matplotlib")
-from matplotlib.figure import Figure
 
 
-@pytest.mark.parametrize("own", [None, "subplot", "free"])
-def test_diagram_shows_the_bins(own):
+def test_diagram_shows_the_bins():
     """Bars are accuracies, gaps reach from accuracy to confidence, the histogram counts every
     example once.
     """
     case = federation()
     bins = reliability_bins(*case, bins=10)
-    given = {
-        None: lambda: None,
-        "subplot": lambda: Figure().subplots(1, 2)[1],
-        "free": lambda: Figure().add_axes((0.1, 0.1, 0.8, 0.8)),
-    }[own]()
-    ax = plots.reliability(*case, bins=10, ax=given, title="here")
+    ax = plots.reliability(*case, bins=10, title="here")
     np.testing.assert_allclose(
         [bar.get_height() for bar in bars(ax, "accuracy")], np.nan_to_num(bins.accuracy)
     )
@@ -57,45 +50,17 @@ def test_diagram_shows_the_bins(own):
         f"ECE, pooled {bins.ece:.3f}, n = {bins.examples}",
         f"ECE, clients' mean {own[~own.isnan()].mean():.3f}",
     ]
-    assert (ax, ax.get_title()) == (given or ax, "here")
-    legend = ax.get_legend() or ax.figure.legends[0]
-    words = [
-        "accuracy",
-        "overconfident",
-        "underconfident",
-        "interval, level 0.95",
-        "fewer than 20 examples",
-    ]
-    assert [text.get_text() for text in legend.get_texts()] == words
+    assert ax.get_title() == "here"
+    words = ["accuracy", "overconfident", "underconfident", "interval, level 0.95"]
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == words
     ax.figure.canvas.draw()
 
 
-def test_few_examples_do_not_shout():
-    """A bin of 19 examples is a pale bar with an outline, one of 20 is filled; every filled bin has
-    its accuracy's Wilson interval.
-    """
+def test_every_filled_bin_has_its_accuracys_wilson_interval():
     confidence = torch.tensor([0.55] * 19 + [0.75] * 20 + [0.95] * 400)
     right = torch.cat([torch.arange(19) < 3, torch.arange(20) < 15, torch.arange(400) < 396])
     probs, labels = torch.stack([confidence, 1 - confidence], -1), (~right).long()
     ax = plots.reliability(probs, labels, bins=10)
-    drawn = {round(bar.get_x(), 1): bar for bar in bars(ax, "accuracy") if bar.get_height()}
-    assert (
-        drawn[0.5].get_facecolor()[3]
-        < 0.3
-        < 0.8
-        < drawn[0.7].get_facecolor()[3]
-        == drawn[0.9].get_facecolor()[3]
-    )
-    # Its own blue, opaque.
-    assert drawn[0.5].get_edgecolor() == (*drawn[0.5].get_facecolor()[:3], 1.0)
-    assert drawn[0.7].get_edgecolor() == drawn[0.9].get_edgecolor() == (1.0, 1.0, 1.0, 1.0)
-    gaps = {
-        round(gap.get_x(), 1): gap for gap in bars(ax, "overconfident") + bars(ax, "underconfident")
-    }
-    assert len(gaps) == 3
-    assert all(gap.get_edgecolor()[3] == 1.0 for gap in gaps.values())
-    assert gaps[0.5].get_facecolor()[3] == drawn[0.5].get_facecolor()[3]
-    assert sum(gaps[0.5].get_edgecolor()[:3]) > sum(gaps[0.7].get_edgecolor()[:3])
     lines = [line for line in ax.lines if line.get_gid() == "interval"]
     z = 1.959963984540054
     for line, middle, k, n in zip(
@@ -108,10 +73,8 @@ def test_few_examples_do_not_shout():
         )
 
 
-def test_numbers_and_legend_stand_above_the_bars():
-    """The numbers at one place in every panel, above its axes; over them the legend of given axes,
-    and the title above all.
-    """
+def test_numbers_stand_above_the_bars():
+    """At one place in every panel, above its axes; over them the title."""
     case = federation()
     panels = plots.reliability(*case, by="client", clients=[0, 2, 3, 4])
     panels[0].figure.canvas.draw()
@@ -120,17 +83,8 @@ def test_numbers_and_legend_stand_above_the_bars():
     assert all(words.y0 > top.y1 for words, top in zip(places, tops, strict=True))
     assert len({round(w.y0 - t.y1, 3) for w, t in zip(places, tops, strict=True)}) == 1
     assert len({round(w.x0 - t.x0, 3) for w, t in zip(places, tops, strict=True)}) == 1
-    ax = plots.reliability(*case, ax=Figure(figsize=(4, 5)).add_subplot(), title="t")
-    ax.figure.canvas.draw()
-    heights = [
-        ax.get_window_extent().y1,
-        ax.texts[0].get_window_extent().y0,
-        ax.texts[0].get_window_extent().y1,
-        ax.get_legend().get_window_extent().y0,
-        ax.get_legend().get_window_extent().y1,
-        ax.title.get_window_extent().y0,
-    ]
-    assert heights == sorted(heights)
+    titles = [panel.title.get_window_extent() for panel in panels]
+    assert all(words.y1 < title.y0 for words, title in zip(places, titles, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -166,26 +120,23 @@ def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
 
 @pytest.mark.parametrize("by", ["pooled", "client"])
 def test_clients_are_chosen_by_name_or_number(by: str):
-    """As `Result.client` takes them; of probabilities by the names that are given."""
+    """As `Result.client` takes them; of probabilities by their numbers."""
     case: Any = federation()
-    names = [f"town {j}" for j in range(len(case[0]))]
-    for chosen in ([2, 4], ["town 2", "town 4"], np.array([2, 4]), ["town 2", 4]):
-        drawn = plots.reliability(*case, by=by, clients=chosen, names=names)
+    for chosen in ([2, 4], ["2", "4"], np.array([2, 4]), ["2", 4]):
+        drawn = plots.reliability(*case, by=by, clients=chosen)
         counts = [
             sum(bar.get_height() for bar in bars(beneath(ax), "count"))
             for ax in np.atleast_1d(drawn)
         ]
         assert sum(counts) == case[2][[2, 4]].sum()
-    one = plots.reliability(*case, by=by, clients=["town 3"], names=names)
+    one = plots.reliability(*case, by=by, clients=["3"])
     assert (
         sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count"))
         == case[2][3].sum()
     )
-    for wrong, words in ("twon 3", r"client 'twon 3'.*'town 3'"), (14, "0 to 13, got 14"):
+    for wrong, words in ("twon", "client 'twon'"), (14, "0 to 13, got 14"):
         with pytest.raises(ValueError, match=words):
-            plots.reliability(*case, by=by, clients=[wrong], names=names)
-    with pytest.raises(ValueError, match=r"names must name each of the 14 clients, got 2"):
-        plots.reliability(*case, by=by, names=["a", "b"])
+            plots.reliability(*case, by=by, clients=[wrong])
 
 
 def test_errors_name_the_client():

@@ -93,8 +93,20 @@ def test_what_lies_far_away_is_an_arrow():
     ax.figure.canvas.draw()
 
 
+def test_a_term_that_is_no_coefficient_is_refused():
+    rows = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
+    sites = bf.stats.tables({"a": rows, "b": rows}, outcome="ill", terms=["dose"])
+    made = bf.stats.glm(sites, family="binomial")
+    with pytest.raises(
+        ValueError, match=r"no coefficient 'sex'; there are \['\(intercept\)', 'dose'"
+    ):
+        bf.plots.forest(made, term="sex")
+
+
 def test_sites_stand_in_natural_order():
-    sites = dict.fromkeys(["H10", "H2", "H1"], PLAIN["a"])
-    ax = bf.plots.forest(fit(None, **sites, all=PLAIN["all sites"]), "age")
+    rows = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
+    given = dict.fromkeys(["H10", "H2", "H1"], rows)
+    sites = bf.stats.tables(given, outcome="ill", terms=["dose"])
+    ax = bf.plots.forest(bf.stats.glm(sites, family="binomial"), "dose")
     names = [text.get_text().split()[0] for text in ax.get_yticklabels()]
     assert names == ["H1", "H2", "H10", "all"]

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import bayesfl as bf
-from bayesfl.evaluation.alarm import Alarm
 from bayesfl.federation.run.result import Result
 
 WORST = ["$\\frac{$", "_x"]
@@ -70,14 +69,6 @@ class Named(nn.Module):
         return x @ next(self.parameters()).T
 
 
-def posterior_of(name: str) -> Any:
-    return bf.posteriors.Laplace.fit(Named(name), torch.randn(9, 3), precision=1.0)
-
-
-def alarm() -> Alarm:
-    return Alarm([0.1, 0.2, 0.3], delta=0.05).see([0.25, 0.15])
-
-
 def audit(run: Result) -> Any:
     return run.calibrate(bf.calibration.Conformal()).audit()
 
@@ -85,7 +76,6 @@ def audit(run: Result) -> Any:
 DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "client_curves": lambda n, r: bf.plots.client_curves(r.history, "personal_nll", title=n),
     "coverage": lambda n, r: bf.plots.coverage({n: audit(r), "b": audit(r)}),
-    "evidence": lambda n, r: bf.plots.evidence({n: alarm(), "b": alarm()}),
     "forest": lambda n, r: bf.plots.forest(bf.stats.glm(sites_of(n), family="binomial"), n),
     "interval_reliability": lambda n, r: bf.plots.interval_reliability(
         (torch.zeros(1, 9, 1), torch.ones(1, 9, 1), torch.randn(1, 9), torch.ones(1, 9).bool()),
@@ -94,7 +84,6 @@ DRAWN: dict[str, Callable[[str, Result], Any]] = {
     "kaplan_meier": lambda n, r: bf.plots.kaplan_meier(survival_of(n)),
     "labels": lambda n, r: bf.plots.labels(r.data),
     "learning_curves": lambda n, r: bf.plots.learning_curves({n: r, "b": r}),
-    "marginals": lambda n, r: bf.plots.marginals({n: posterior_of(n), "b": posterior_of(n)}),
     "paired": lambda n, r: bf.plots.paired(bf.table({n: r, "b": r}), n, "b"),
     "predictions": lambda n, r: bf.plots.predictions(fitted(), torch.randn(5, 2), title=n),
     "reliability": lambda n, r: bf.plots.reliability(r, by="client", title=n),
@@ -153,7 +142,8 @@ def test_a_report_has_any_name(named: tuple[str, Result], tmp_path):
 def test_a_legend_has_every_line():
     """Matplotlib leaves out labels that are empty or begin with an underscore."""
     history = {"round": [1, 2], "loss": [0.5, 0.4]}
-    assert bf.plots.evidence(alarm()).get_legend() is None  # of one, nothing is explained
+    one = bf.plots.learning_curves({"a": history}, metric="loss")
+    assert one.get_legend() is None  # nothing is explained
     names = ["", "_x", "_child0", "plain"]
     ax = bf.plots.learning_curves(dict.fromkeys(names, history), metric="loss")
     legend: Any = ax.get_legend()
@@ -162,13 +152,15 @@ def test_a_legend_has_every_line():
 
 def test_numbers_remain_mathematics():
     """Powers of ten, in axes that are drawn twice, and what the caller writes afterwards."""
-    ax: Any = bf.plots.evidence(alarm())
+    curves = {"$a$": {"round": [1, 2], "loss": [1e-3, 1e9]}}
+    ax: Any = bf.plots.learning_curves(curves, metric="loss")
+    ax.set_yscale("log")
     for _ in range(2):
         texts = written(ax.figure)
         powers = [read for text, read in texts.items() if "10^{" in text]
         assert powers
         assert all(math for _, math in powers)
-        bf.plots.evidence({"$a$": alarm(), "b": alarm()}, ax=ax)
+        bf.plots.learning_curves(curves, metric="loss", ax=ax)
     ax.set_xlabel("$\\alpha$")
     assert written(ax.figure)["$\\alpha$"] == ("$\\alpha$", True)
 

@@ -5,44 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import bayesfl as bf
 from bayesfl.evaluation import plots
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
-
-
-def laplace(inputs: int = 4, **options: object) -> bf.posteriors.Laplace:
-    torch.manual_seed(0)
-    x = torch.randn(30, inputs)
-    return bf.posteriors.Laplace.fit(nn.Linear(inputs, 2), x, precision=1.0, **options)  # pyright: ignore[reportArgumentType]
-
-
-def test_marginals_are_quantiles_of_the_draws():
-    """A Gaussian's own within the noise of its draws; samples as they are; weights by name."""
-    fitted = laplace()
-    samples = fitted.sample(200)
-    mine = Figure().add_subplot()
-    ax = plots.marginals({"Gaussian": fitted, "draws": samples}, weights=[1, 8], ax=mine, title="t")
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["weight[0, 1]", "bias[0]"]
-    wide, half, *others = [np.array(lines.get_segments()) for lines in ax.collections]
-    mean, variance = (t[[1, 8]].numpy() for t in fitted.moments())
-    for lines, z in ((wide, 1.6449), (half, 0.6745)):
-        for end, sign in ((0, -1), (1, 1)):
-            wanted = mean + sign * z * variance**0.5
-            np.testing.assert_allclose(lines[:, end, 0], wanted, atol=0.08 * variance.max() ** 0.5)
-    flat = samples.draws[0][:, [1, 8]].numpy()
-    np.testing.assert_allclose(others[0][:, :, 0], np.quantile(flat, [0.05, 0.95], axis=0).T)
-    np.testing.assert_allclose(others[1][:, :, 0], np.quantile(flat, [0.25, 0.75], axis=0).T)
-    assert [line.get_label() for line in ax.lines] == ["Gaussian", "draws"]
-    np.testing.assert_allclose(ax.lines[1].get_xdata(), np.median(flat, axis=0))
-    assert (ax, ax.get_title()) == (mine, "t")
-    ax.figure.canvas.draw()
-    assert len(plots.marginals({"a": laplace(20)}).get_yticklabels()) == 12
-    with pytest.raises(ValueError, match=r"'a', 'b'.* different weights"):
-        plots.marginals({"a": laplace(4), "b": laplace(5)})
 
 
 class Told:

@@ -1,4 +1,4 @@
-"""What diagrams of promises contain, without looking at them."""
+"""What diagrams of coverage contain, without looking at them."""
 
 import dataclasses
 
@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.audit import Audit
 
 pytest.importorskip("matplotlib")
-from matplotlib.figure import Figure
 
 from tests.evaluation.plots.made import bars
 
@@ -28,7 +26,7 @@ FOUND = Audit(
 
 
 def test_coverage_shows_units_and_their_intervals():
-    """A point, a bar and a size for each unit with rows; who is below the promise looks
+    """A point, a bar and a size for each unit with rows; who is below the level looks
     different.
     """
     figure = plots.coverage({"a": FOUND, "b": FOUND}, title="t")
@@ -38,7 +36,7 @@ def test_coverage_shows_units_and_their_intervals():
     assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1
     kept, below = (
         next(line for line in upper[0].lines if line.get_gid() == gid)
-        for gid in ("a client", "a client below the promise")
+        for gid in ("a client", "a client below the level")
     )
     assert list(below.get_xdata()) == [2]
     assert dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True)) == pytest.approx(
@@ -53,7 +51,7 @@ def test_coverage_shows_units_and_their_intervals():
         [bar.get_height() for bar in bars(lower[0], "size")], [1.2, 1.6, 0.9]
     )
     lines = {str(line.get_label()): list(line.get_ydata()) for line in upper[0].lines}
-    assert lines["promised: 0.9"] == [0.9, 0.9]
+    assert lines["nominal: 0.9"] == [0.9, 0.9]
     assert lines["worst by chance"] == pytest.approx([FOUND.worst_by_chance] * 2)
     assert [text.get_text() for text in lower[1].get_xticklabels()] == list(UNITS)
     assert figure.get_suptitle() == "t"
@@ -65,7 +63,7 @@ def test_coverage_shows_units_and_their_intervals():
 @pytest.mark.parametrize("units", [2, 4])
 def test_the_legend_lies_within_the_picture(units: int):
     """Few units make a narrow figure, whose legend takes more lines, the diamond of who is below
-    the promise included.
+    the level included.
     """
     few = dataclasses.replace(
         FOUND,
@@ -78,7 +76,7 @@ def test_the_legend_lies_within_the_picture(units: int):
     box = legend.get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert 0 <= box.y0 < box.y1 <= figure.bbox.height
-    assert "a client below the promise" in [text.get_text() for text in legend.get_texts()]
+    assert "a client below the level" in [text.get_text() for text in legend.get_texts()]
 
 
 def test_widths_without_end_are_hatched():
@@ -96,25 +94,3 @@ def test_widths_without_end_are_hatched():
     assert plots.coverage(dataclasses.replace(numbers, size=np.full(4, np.inf))).axes
     assert lower.get_ylabel() == "width"
     figure.canvas.draw()
-
-
-def test_evidence_is_drawn_from_one():
-    """After every row, with the height at which it is raised, and a mark where it first was."""
-    rng = np.random.default_rng(0)
-    strange = Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2)
-    usual = Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60))
-    mine = Figure().add_subplot()
-    ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
-    lines = {str(line.get_label()): line for line in ax.lines}
-    np.testing.assert_allclose(lines["usual"].get_ydata(), [1.0, *usual.history])
-    assert list(lines["_raised at 20"].get_ydata()) == [20, 20]
-    assert [text.get_text() for text in ax.texts] == ["raised at 20"]
-    (mark,) = [line for line in ax.lines if line.get_gid() == "raised"]
-    assert list(mark.get_xdata()) == [strange.raised_after]
-    assert (ax, ax.get_yscale()) == (mine, "log")
-    ax.figure.canvas.draw()
-    assert ax.get_xlabel() == "rows seen"
-    long = plots.evidence(Alarm(np.zeros(50)).see(np.arange(1.0, 200.0)))
-    assert long.get_ylim()[1] == 1e9
-    with pytest.raises(ValueError, match="too many values"):
-        plots.evidence({"a": strange, "b": Alarm([1.0], delta=0.1)})

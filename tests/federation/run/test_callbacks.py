@@ -2,7 +2,6 @@
 programs.
 """
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.history import History
-from bayesfl.federation.run.callbacks import CSV, EarlyStopping
+from bayesfl.federation.run.callbacks import EarlyStopping
 from bayesfl.federation.settings import Settings
 from bayesfl.optim import SGD
 from tests.federation.made import run, same, state
@@ -208,7 +207,7 @@ def test_a_run_ended_between_evaluations_is_measured(
     """
     best = EarlyStopping("validation_nll", patience=9, keep=keep)
     options: dict[str, Any] = {"evaluate_every": 2, "checkpoint": tmp_path / "run", "every": 5}
-    callbacks = [CSV(tmp_path / "rows.csv"), best, lambda result: result.round == 3]
+    callbacks = [best, lambda result: result.round == 3]
     found = run(method, parted, rounds=9, on_round=callbacks, **options)
     assert found.round == 3
     found_row, told_row = (
@@ -220,9 +219,6 @@ def test_a_run_ended_between_evaluations_is_measured(
         for result in (found, run(method, parted, rounds=3, evaluate_every=2))
     )
     assert found_row == told_row
-    assert [row["validation_nll"] for row in csv.DictReader((tmp_path / "rows.csv").open())][
-        -1
-    ] == str(found.history[-1]["validation_nll"])
     assert bf.load(tmp_path / "run", method, parted).history.rows == found.history.rows
     unmeasured = run(
         method, parted, rounds=9, evaluate_every=None, on_round=[lambda result: result.round == 3]
@@ -259,16 +255,6 @@ def test_an_error_of_a_callback_loses_nothing(model, clients: FederatedData):
         run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=[fail])
     assert error.value.result.round == 2  # type: ignore[attr-defined]
     assert "after round 2" in error.value.__notes__[0]
-
-
-def test_the_history_as_a_file(model, clients: FederatedData, tmp_path: Path):
-    """Whole after every round, also of a resumed run."""
-    method, path = bf.algorithms.fedavg(model, epochs=1), tmp_path / "history.csv"
-    half = run(method, clients, rounds=1, on_round=[CSV(path)])
-    assert len(list(csv.DictReader(path.open()))) == 1
-    result = run(method, clients, rounds=3, resume=half, on_round=[CSV(path)])
-    rows = list(csv.DictReader(path.open()))
-    assert [float(row["personal_nll"]) for row in rows] == result.history["personal_nll"].tolist()
 
 
 def test_measures_of_ones_own_are_columns(parted: FederatedData, method):

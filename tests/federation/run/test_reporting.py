@@ -57,6 +57,9 @@ def test_a_calibrated_run(run: Result, report: Path):
     assert "<Chur>" not in found
     for accuracy in run.table()["accuracy"]:
         assert f'data-value="{accuracy}"' in found
+    assert found.count("most frequent class") == 2  # at the top, and by client
+    for often in run.table()["most_frequent"]:
+        assert f'data-value="{often}"' in found
     sent = run.algorithm.uplink(run.server)
     assert all(f'<th scope="row">{name}</th>' in found for name in sent)
     for fact in ("rounds</dt><dd>2", "beta</dt><dd>0.0", "score</dt><dd>lac"):

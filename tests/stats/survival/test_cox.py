@@ -179,11 +179,11 @@ def test_weights_and_offsets(baseline: str):
     close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
     whole = fitted("tied", baseline)
     moved = {
-        site: frame.assign(known=float(whole.coefficients["age"]) * frame["age"])
+        site: frame.assign(known=float(whole.table()["coef"]["age"]) * frame["age"])
         for site, frame in frames().items()
     }
     again = fitted("tied", baseline, sites(moved, offset="known"))
-    close(again.coefficients["age"], 0.0, atol=1e-9)
+    close(again.table()["coef"]["age"], 0.0, atol=1e-9)
     close(again.covariance, whole.covariance, rtol=0, atol=1e-9)
 
 
@@ -421,7 +421,7 @@ def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
         found = fitted("untied", baseline, sites(twice, frequency_weights="count"), errors=errors)
         close(found.estimate, once.estimate, rtol=0, atol=1e-9)
         close(found.covariance, once.covariance / 2, rtol=1e-8)
-        assert found.n == 2 * once.n
+        assert sum(found.rows.values()) == 2 * sum(once.rows.values())
         assert found.events["west"] == 2 * once.events["west"]
         close(found.check().table["chi2"], 2 * once.check().table["chi2"], rtol=1e-8)
     each = {
@@ -491,7 +491,7 @@ def test_one_event_does_not_separate(baseline: str, weight: float, unit: float):
         probability_weights="w",
     )
     fit = fitted("untied", baseline, given)
-    assert fit.coefficients["rare"] * unit < -5
+    assert fit.table()["coef"]["rare"] * unit < -5
     scale = torch.tensor([1.0, unit], dtype=torch.float64)
     close(fit.estimate * scale, wanted.params_, rtol=1e-8)
     close(fit.table()["se"] * scale.numpy(), wanted.standard_errors_, rtol=1e-8)
@@ -700,7 +700,7 @@ def test_a_site_without_events():
     assert not fit.left_out
     assert fit.events["silent"] == 0
     close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
-    close(own.without("east").n, sum(SIZES.values()) - SIZES["east"])
+    close(sum(own.without("east").rows.values()), sum(SIZES.values()) - SIZES["east"])
     with pytest.raises(ValueError, match="no site has an event"):
         fitted("tied", "shared", sites({"silent": rows["silent"]}))
 

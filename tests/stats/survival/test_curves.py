@@ -196,7 +196,7 @@ def test_how_far_survival_may_be_off_on_a_grid():
     t, c = rng.weibull(0.8, 4000) * 10 + 1e-3, rng.exponential(12, 4000)
     rows = pd.DataFrame({"t": np.minimum(t, c), "d": t <= c})
     given = bf.stats.tables({"a": rows[::2], "b": rows[1::2]}, also=["t", "d"])
-    with pytest.warns(UserWarning, match="survival may be off by .* standard errors"):
+    with pytest.warns(UserWarning, match="survival may be off by .* standard errors") as told:
         found = bf.stats.kaplan_meier(given, time="t", event="d")
     n, d = found.at_risk[0].tolist(), found.events[0].tolist()
     off = [0.0] * len(n)
@@ -210,6 +210,8 @@ def test_how_far_survival_may_be_off_on_a_grid():
             off[k + 1] = moved / error if error else 0.0
     most = int(np.argmax(off))
     assert f"off by {off[most]:.2g} standard errors" in found.said
+    first = found.times[int(np.argmax(np.array(off) > 1))]
+    assert f"Estimates from time {first:g} on are unreliable" in str(told[0].message)
     assert f"(at {found.times[most]:g})" in str(found)
     exact = bf.stats.kaplan_meier(given, time="t", event="d", exact_times=True)
     assert not exact.said
@@ -322,13 +324,22 @@ def test_the_diagram_has_a_curve_for_each_group_and_numbers_at_risk():
     pytest.importorskip("matplotlib")
     found = curves("tied", "kind")
     ax = bf.plots.kaplan_meier(found, title="t")
-    assert [line.get_label() for line in ax.lines] == ["a", "b", "c"]
-    for place, line in enumerate(ax.lines):
+    curve = [line for line in ax.lines if line.get_gid() != "censored"]
+    ticks = [line for line in ax.lines if line.get_gid() == "censored"]
+    assert [line.get_label() for line in curve] == ["a", "b", "c"]
+    times, rows = found.times.numpy(), pooled()
+    for place, line in enumerate(curve):
         there = found.at_risk[place] > 0
         np.testing.assert_array_equal(line.get_ydata()[1:], found.survival[place, there])
+        left = rows[(rows["kind"] == found.groups[place]) & (rows["event"] == 0)]["tied"]
+        after = np.unique(np.searchsorted(times, left, side="right"))
+        assert ticks[place].get_xdata().tolist() == times[after[after > 0] - 1].tolist()
+        assert len(ticks[place].get_xdata()) > 3
     ax.figure.canvas.draw()
     written = [text.get_text() for text in ax.texts]
-    assert {"a", "b", "c", *(f"{n:g}" for n in found.at_risk[:, 0].tolist())} <= {*written}
+    assert {"at risk", "a", "b", "c", *(f"{n:g}" for n in found.at_risk[:, 0].tolist())} <= {
+        *written
+    }
 
 
 @pytest.mark.parametrize("visits", [6.0, 183.0])

@@ -126,7 +126,7 @@ def test_what_is_left_out_and_what_is_refused():
     assert [*fit.left_out] == ["silent"]
     close(fit.estimate, whole.estimate, rtol=0, atol=1e-9)
     close(fit.log_likelihood, whole.log_likelihood, rtol=0, atol=1e-9)
-    assert fit.without("east").n == sum(SIZES.values()) - SIZES["east"]
+    assert sum(fit.without("east").rows.values()) == sum(SIZES.values()) - SIZES["east"]
     for cuts in ([5.0, 2.0], [0.0], []):
         with pytest.raises(ValueError, match="cuts must be times that increase from above 0"):
             bf.stats.piecewise(sites(), cuts=cuts, **options)
