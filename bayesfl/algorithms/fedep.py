@@ -74,17 +74,17 @@ def fedep(
         optimiser=optimiser,
         prox=True,
     )
-    phases = (Once(begin), climb, Once(project, data=True, batched=False))
     return Algorithm(
         model,
         {"w": factors.shared, "v": Block(prior=factors.prior, pool=None, keep=True)},
-        phases,
+        (Once(begin), climb, Once(project, data=True, batched=False)),
         parts=("w",),
         likelihood=likelihood,
         server=factors.server,
         broadcast=("damping",),
         private=factors.private,
-        adapt=(Once(join), *phases),
+        leave=factors.leave,
+        adapt=(Once(join),),  # who joins has no factor in q before its first round
         draws=10,
     )
 

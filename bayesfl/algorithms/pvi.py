@@ -75,20 +75,20 @@ def pvi(
         optimiser=optimiser,
         draws=draws,
     )
-    phases = (Once(begin), fit, Once(refine))
     return Algorithm(
         model,
         {
             "w": factors.shared,
             "v": Block(posterior=field, prior=factors.prior, pool=None, keep=True),
         },
-        phases,
+        (Once(begin), fit, Once(refine)),
         parts=("w",),
         likelihood=likelihood,
         server=factors.server,
         broadcast=("damping",),
         private=factors.private,
-        adapt=(Once(join), *phases),
+        leave=factors.leave,
+        adapt=(Once(join),),  # who joins has no factor in q before its first round
         draws=10,
     )
 

@@ -32,6 +32,7 @@ from bayesfl.base.protocols import (
 )
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten
+from bayesfl.base.warning import noted
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
@@ -76,7 +77,8 @@ class Algorithm:
             parameter at most once.
         likelihood: Distribution of y given the model's outputs.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry
-            with a row for each client is [J, ...].
+            with a row for each client is [J, ...]. A number that depends on J is computed anew
+            in a run that begins from another by `start=`.
         broadcast: Names of `server`'s entries that every client receives in addition to the blocks;
             other entries are not sent to everyone.
         drawn: {name: (generator) -> value} for values that the server draws in each round, such as
@@ -93,6 +95,10 @@ class Algorithm:
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
             `uplink` has the cohort's reports and the blocks with a stacked pool, each [C, ...], "n"
             and "ids" [C], and the numbers "round" (from 1), "rounds" and "clients" J.
+        leave: (server, private) -> the server's changed entries when a run begins from another by
+            `start=`, for each client of the earlier run that has left, with the private state that
+            it took along. Over a network the server does not have this state, and warns. None if
+            nothing of a client is to be taken out.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of
@@ -141,6 +147,7 @@ class Algorithm:
     private: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
+    leave: Callable[[Server, View], Server] | None = None
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
     predictor: Predictor | None = None
@@ -483,10 +490,11 @@ class Algorithm:
 
     def redrawn(self, server: Server, *, seed: int, round: int) -> Server:
         """Return the server's state with the draws of a round, see `drawn`."""
-        values = {
-            name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
-            for index, (name, draw) in enumerate(self.drawn.items())
-        }
+        with noted("in a function of `drawn`"):
+            values = {
+                name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
+                for index, (name, draw) in enumerate(self.drawn.items())
+            }
         like = server[next(iter(self.blocks))]["loc"]
         return server | self._more("drawn", values, like)
 
@@ -547,7 +555,7 @@ class Algorithm:
         ones in its precision.
         """
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
-        return tree_map(lambda t: _placed(t, like), dict(tree))
+        return tree_map(lambda t: placed(t, like), dict(tree))
 
     def _starts(
         self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
@@ -591,7 +599,8 @@ class Algorithm:
             for name in self._mixed
             if len(server[name]["each"])
         }
-        own = self.address(server, ids)
+        with noted("in `address`, a function of the method"):
+            own = self.address(server, ids)
         _refuse_taken("address", own, (*RESERVED, *self.private, *self.reports))
         if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
             raise ValueError(
@@ -720,11 +729,11 @@ def _made_again(module: str, name: str, model: nn.Module, options: dict[str, Any
     return function(*bound.args, **bound.kwargs)
 
 
-def _placed(value: Any, like: Tensor) -> Tensor:
+def placed(value: Any, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`, in its precision if it is floating; counters and
     masks keep their dtype.
     """
-    t = torch.as_tensor(value)
+    t = torch.as_tensor(value, dtype=like.dtype if isinstance(value, float) else None)
     return t.to(like) if t.is_floating_point() else t.to(like.device)
 
 

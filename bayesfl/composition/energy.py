@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesfl.base.options import Count, NotNegative, declared
 from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.priors import Flat
 
 ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
 """Factor of each example's loss: (given, view, batch) -> tensor that broadcasts against [..., B];
@@ -65,7 +66,9 @@ class Energy:
     trained blocks from their priors, in nats.
 
     Priors, weights and `at` read the view as it was when the phase began, the trained blocks
-    included: they are constant during the phase.
+    included: they are constant during the phase. Trained blocks that are no parts are parameters of
+    the parts' priors, which read them from the view, as `priors.own_mean` does: they move with the
+    phase. Their own KL counts if they have a prior themselves.
 
     Kernels other than `reference` compute the slopes of a plain energy from `shares`, `scales` and
     `penalty`, in `bayesfl.engine.descent`. The reference kernel differentiates `__call__`; so does
@@ -113,6 +116,11 @@ class Energy:
     def blocks(self) -> tuple[str, ...]:
         """Return the names of the trained blocks as a tuple."""
         return (self.block,) if isinstance(self.block, str) else tuple(self.block)
+
+    @cached_property
+    def of_priors(self) -> tuple[str, ...]:
+        """Return the trained blocks that are no parts: parameters of the other blocks' priors."""
+        return tuple(name for name in self.blocks if name not in self.parts)
 
     def scales(self, n: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of the mean negative log likelihood and of the KL, [...] each, for
@@ -203,6 +211,9 @@ class Energy:
         """
         loss, nll = self.loss(algorithm, beliefs, given, view, batch, noise)
         scale, weight = self.scales(view["n"])
+        view = {**view, **{name: beliefs[name] for name in self.of_priors}}
         return scale * loss + weight * sum(
-            algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks
+            algorithm.divergence(name, beliefs[name], given, view)
+            for name in self.blocks
+            if name in self.parts or type(algorithm.blocks[name].prior) is not Flat
         ), nll

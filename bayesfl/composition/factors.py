@@ -66,7 +66,11 @@ class Factors:
 
     def server(self, blocks: Server, clients: int) -> Server:
         """Return the `damping` of J clients, which everyone receives; see `Algorithm`."""
-        return {"damping": torch.tensor(self.damping or 1 / clients)}
+        return {"damping": self.damping or 1 / clients}
+
+    def leave(self, server: Server, private: View) -> Server:
+        """Return q without the factor of a client that leaves; see `Algorithm`."""
+        return {self.block: self.without(server[self.block], private["factor"])}
 
     @property
     def private(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ client or for many at once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeGuard
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.base.warning import noted
-from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.algorithm import Algorithm, placed
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Tilt, is_normal
 from bayesfl.models.weights import gradient_of
@@ -105,7 +106,9 @@ class Descend:
     """Minimise an energy over one block, or over several blocks together, by gradient steps.
 
     Priors are constant during the phase: they read the view before the first step, including the
-    trained blocks.
+    trained blocks. Only trained blocks that are no parts of the energy move with the phase: they
+    are parameters of the other blocks' priors, which read them from the view, as
+    `priors.own_mean` does.
 
     Kernels other than `reference` run a plain `Descend` by `bayesfl.engine.descent`, in place and
     for a chunk of clients (see `by_algebra` and `bayesfl.engine.driver`). The reference kernel runs
@@ -162,10 +165,13 @@ class Descend:
     def check(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the phase does not fit the algorithm, see `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
-        if missing := [name for name in self.blocks if name not in self.energy.parts]:
+        pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
+        tied = self.energy.of_priors
+        if tied and (self.prox or not set(pulled) - set(tied)):
             raise ValueError(
-                f"blocks {missing} are trained on an energy without them in its parts "
-                f"{self.energy.parts}"
+                f"blocks {list(tied)} are trained on an energy without them in its parts "
+                f"{self.energy.parts}: they must be parameters of its blocks' priors, with prox "
+                "False"
             )
         drawn = [
             name
@@ -182,6 +188,7 @@ class Descend:
             for name in self.blocks
             if algorithm.blocks[name].stochastic
             and isinstance(algorithm.blocks[name].prior, Flat | Tilt)
+            and name not in tied
         ]:
             kind = type(algorithm.blocks[loose[0]].prior).__name__
             raise ValueError(
@@ -189,7 +196,6 @@ class Descend:
                 "grows without bound along directions without data); give them a Normal prior, or "
                 "a Point posterior"
             )
-        pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
         if left := sorted(
             predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}
@@ -282,12 +288,17 @@ class Descend:
 
 def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
     """Return whether kernels may compute a phase's steps themselves: it is a `Descend` whose energy
-    overrides nothing.
+    overrides nothing, and whose priors are constant.
 
     A subclass may have a step, or an energy, of its own.
     """
-    return type(phase) is Descend and all(
-        getattr(type(phase.energy), name) is getattr(Energy, name) for name in ("__call__", "loss")
+    return (
+        type(phase) is Descend
+        and not phase.energy.of_priors
+        and all(
+            getattr(type(phase.energy), name) is getattr(Energy, name)
+            for name in ("__call__", "loss")
+        )
     )
 
 
@@ -303,7 +314,7 @@ class Once:
             the algorithm's `reports` has it.
         data: Rows of the client that `fn` reads: True or `train` for its training rows,
             `validation` for its validation rows; with False `batch` is empty. Inside `Repeat`,
-            `batch` is always the shared batch.
+            `batch` is always the shared batch, of training rows.
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
             `fn` would. They need `data`.
@@ -314,7 +325,8 @@ class Once:
         batched: Whether vmap can run `fn`.
 
     Raises:
-        ValueError: `fn` changes the names or the shapes of a block's tensors.
+        ValueError: `fn` changes names, shapes or dtypes of the tensors of a block, or of an entry
+            that a client keeps, or returns a block under a misspelt name.
 
     Example:
         >>> def halve(algorithm, given, view, batch):
@@ -365,13 +377,25 @@ class Once:
     ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
         normals = {name: algorithm.noise_of_copies(name, e[0]) for name, e in noise.items()}
+        known = {**algorithm.blocks, **algorithm.private, **self.kept}
         with noted(f"in {getattr(self.fn, '__name__', self.fn)!r}, a function of a phase"):
-            found = self.fn(
-                algorithm, given, carry, batch | {"normals": normals} if noise else batch
+            found = tree_map(
+                lambda t: placed(t, view["n"]) if isinstance(t, float) else t,
+                self.fn(algorithm, given, carry, batch | {"normals": normals} if noise else batch),
             )
-            for name in found.keys() & algorithm.blocks.keys():
-                if (new := _form(found[name])) != (old := _form(carry[name])):
-                    raise ValueError(f"block {name!r} was {old}, and is returned as {new}")
+            for name, entry in found.items():
+                if name in known and (new := _form(entry)) != (old := _form(carry[name])):
+                    raise ValueError(f"entry {name!r} was {old}, and is returned as {new}")
+                if (
+                    name not in known
+                    and isinstance(entry, Mapping)
+                    and "loc" in entry
+                    and (near := get_close_matches(name.lower(), algorithm.blocks))
+                ):
+                    raise ValueError(
+                        f"{name!r} is returned like a block, but no block has this name; did you "
+                        f"mean {near[0]!r}? Give a copy for later phases a name of its own"
+                    )
         return {**carry, **found}
 
     def end(
@@ -381,8 +405,8 @@ class Once:
         return carry, {}
 
 
-def _form(belief: Any) -> Any:
-    return tree_map(lambda t: list(t.shape), belief)
+def _form(entry: Any) -> Any:
+    return tree_map(lambda t: f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else t, entry)
 
 
 @dataclass(frozen=True)
@@ -401,7 +425,8 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: An inner phase is a `Repeat`, or has a batch size of its own.
+        ValueError: An inner phase is a `Repeat`, has a batch size of its own, or reads validation
+            rows.
 
     Example:
         >>> both = ("body", "head")
@@ -427,6 +452,11 @@ class Repeat:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
+            )
+        if any(getattr(phase, "data", False) == "validation" for phase in self.phases):
+            raise ValueError(
+                "a phase inside a Repeat works on its batches of training rows, but one has "
+                "data='validation'; put it before or after the Repeat"
             )
 
     @cached_property

@@ -43,11 +43,13 @@ def passes(
         round: Round of the federation, from 0.
 
     Raises:
-        ValueError: The phase's function does not return an integer of at least 1.
+        ValueError: The phase's function, or the number that it names, is not an integer of at least
+            1.
     """
-    epochs = int(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
+    epochs = float(given[phase.epochs]) if isinstance(phase.epochs, str) else phase.epochs
     if not callable(epochs):
-        return np.full(len(ids), epochs)
+        number = int(epochs) if float(epochs).is_integer() else epochs
+        return np.full(len(ids), whole(f"epochs={phase.epochs!r}", number, least=1))
     found = [
         epochs(client, generator(seed, Purpose.EPOCHS, round=round, client=client))
         for client in ids.tolist()

@@ -264,6 +264,11 @@ def begun(
     server, new, old = loading.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
     past = None
     if before is not None:
+        if algorithm.leave is not None and len(old) < len(before.called):
+            log.warning(
+                "clients of the earlier run have left, and only they have what the method would "
+                "take out of the server's state: it keeps their part"
+            )
         known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
         initial = {place.experiment for place in known.values() if not place.base}
         past = Before(

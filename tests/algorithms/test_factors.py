@@ -178,3 +178,39 @@ def test_a_factor_that_arrives_a_round_late_replaces_its_own(regressions: Federa
     loc, precision = pooled(regressions)
     assert_close(result.server["w"]["loc"], loc, atol=1e-4, rtol=0)
     assert_close(natural(result.server["w"])[0], precision, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("before", [[0, 1, 2], [0, 1, 2, 3, 4]], ids=["joins", "leaves"])
+@pytest.mark.parametrize("name", ["pvi", "fedep"])
+def test_q_is_the_product_of_the_factors_of_those_who_are_there(
+    name: str, before: list[int], regressions: FederatedData
+):
+    """Also after a round of another run: who joins has none, who leaves takes its own along."""
+    data, made = five(regressions), method(name, epochs=3, optimiser=SGD(0.05))
+    start = run(made, data.select(before), rounds=2)
+    result = run(made, data.select(range(4)), rounds=1, seed=9, start=start)
+    factor = result.private["factor"]
+    precision, weighted = natural(result.server["w"])
+    assert_close(precision, PRIOR + factor["precision"].sum(0), atol=1e-9, rtol=1e-9)
+    assert_close(weighted, factor["weighted"].sum(0), atol=1e-9, rtol=1e-9)
+    assert float(factor["precision"].sum(1).min()) > 0
+    assert float(result.server["damping"]) == 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [[0, 1, 2], [0, 1, 2, 3, 4]], ids=["joins", "leaves"])
+def test_the_end_does_not_depend_on_who_was_there(before: list[int], regressions: FederatedData):
+    data, made = five(regressions), method("fedep", epochs=100, optimiser=SGD(0.3))
+    start = run(made, data.select(before), rounds=10)
+    now = data.select(range(4))
+    q = run(made, now, rounds=80, seed=9, start=start).server["w"]
+    loc, precision = pooled(now)
+    assert_close(q["loc"], loc, atol=1e-5, rtol=0)
+    assert_close(natural(q)[0], precision, atol=1e-5, rtol=0)
+
+
+def five(regressions: FederatedData) -> FederatedData:
+    """The four clients, and one more with the third's rows; all have names."""
+    xs, ys = zip(*(regressions.train.client(j) for j in (0, 1, 2, 3, 2)), strict=True)
+    data = bf.data.from_arrays(list(xs), list(ys), test_share=0.0)
+    return replace(data, client_names=tuple("abcde"))

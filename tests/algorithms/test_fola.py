@@ -72,3 +72,20 @@ def test_the_fixed_point_is_the_posterior_where_curvature_is_diagonal():
     precision = a.diagonal() + PRIOR
     assert_close(q["loc"], b / precision, atol=1e-6, rtol=0)
     assert_close(variance(q["rho"]), 1 / precision, atol=1e-9, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [[0, 1], [0, 1, 2, 3]], ids=["joins", "leaves"])
+def test_the_end_does_not_depend_on_who_was_there(before: list[int]):
+    """J is the number of the clients that are there, and the fixed point theirs."""
+    rng = torch.Generator().manual_seed(3)
+    xs = [torch.eye(DIM).repeat(k, 1) * (1 + torch.rand(k * DIM, 1, generator=rng)) for k in (2, 3)]
+    ys = [x @ torch.randn(DIM, generator=rng) for x in xs]
+    data = bf.data.from_arrays(xs * 2, ys * 2, test_share=0.0)
+    data = replace(data, client_names=tuple("abcd"))
+    now, start = data.select(range(3)), run(method(), data.select(before), rounds=2)
+    q = run(method(), now, rounds=25, seed=9, start=start).server["w"]
+    a, b = (t.sum(0) for t in moments(now))
+    precision = a.diagonal() + PRIOR
+    assert_close(q["loc"], b / precision, atol=1e-6, rtol=0)
+    assert_close(variance(q["rho"]), 1 / precision, atol=1e-9, rtol=0)

@@ -24,6 +24,7 @@ from bayesfl.composition import (
     Repeat,
     own_mean,
     server_mean,
+    standard_normal,
 )
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
@@ -416,7 +417,82 @@ def test_what_a_function_does_wrong_names_it(
 
     with pytest.raises(kind, match=words) as raised:
         run(of_once(model, half_done), clients)
-    assert raised.value.__notes__ == ["in 'half_done', a function of a phase"]
+    assert raised.value.__notes__ == ["in 'half_done', a function of a phase", "in phase 2, Once"]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"c": torch.zeros(3)}, r"'c' was torch.float64 \[\], .* torch.float32 \[3\]"),
+        ({"c": torch.tensor(3)}, r"'c' was torch.float64 \[\], .* torch.int64 \[\]"),
+        ({"V": {"loc": torch.zeros(3)}}, "'V' is returned like a block.* mean 'v'"),
+        ({"w2": {"loc": torch.zeros(3)}}, "mean 'w'"),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_an_entry_in_another_form_is_refused(
+    found: View, words: str, kernel: KernelName, model: nn.Module, clients: FederatedData
+):
+    made = replace(of_once(model, lambda *given: found), private={"c": 0.0})
+    with pytest.raises(ValueError, match=words) as raised:
+        run(made, clients, kernel=kernel)
+    assert raised.value.__notes__[-1] == "in phase 2, Once"
+
+
+def test_numbers_are_as_precise_as_the_run(model: nn.Module, clients: FederatedData):
+    """Starts, draws, and what a function returns."""
+    made = replace(
+        of_once(model, lambda *given: {"c": 0.3, "copy": given[2]["w"]}),
+        private={"c": 0.1, "d": 0.3},
+        server=lambda blocks, clients: {"e": 0.3},
+        drawn={"f": lambda rng: 0.3},
+    )
+    result = run(made, clients)
+    for t in (*(result.private[name] for name in "cd"), *(result.server[name] for name in "ef")):
+        assert torch.equal(t, torch.full_like(t, 0.3, dtype=torch.float64))
+
+
+def typo(*given: Any) -> Any:
+    raise KeyError("aplha")
+
+
+@pytest.mark.parametrize("which", ["weight", "penalty", "prior"])
+def test_errors_in_an_energy_name_the_phase(which: str, model: nn.Module, clients: FederatedData):
+    options: Any = {} if which == "prior" else {which: typo}
+    prior = Normal(centre=typo, variance=typo) if which == "prior" else Block().prior
+    step = Descend(Energy("w", ("w",), likelihood="mean", **options))
+    made = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
+    with pytest.raises(KeyError, match="aplha") as raised:
+        run(made, clients)
+    assert raised.value.__notes__ == ["in phase 1, Descend on w"]
+
+
+@pytest.mark.parametrize("which", ["combine", "address", "drawn"])
+def test_errors_in_a_function_of_the_method_name_it(
+    which: str, model: nn.Module, clients: FederatedData
+):
+    options: Any = {which: {"coin": typo} if which == "drawn" else typo}
+    with pytest.raises(KeyError, match="aplha") as raised:
+        run(replace(of_once(model, lambda *given: {}), **options), clients)
+    assert f"`{which}`" in raised.value.__notes__[0]
+
+
+def test_validation_rows_are_not_those_of_a_repeat():
+    with pytest.raises(ValueError, match=r"inside a Repeat .*data='validation'"):
+        Repeat((Once(typo, data="validation"),))
+
+
+@pytest.mark.parametrize(("drawn", "words"), [(1.5, "whole number, got 1.5"), (0, "at least 1")])
+def test_drawn_epochs_are_whole(drawn: float, words: str, model: nn.Module, clients: FederatedData):
+    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs="steps")
+    made = bf.Algorithm(
+        model, {"w": Block()}, (step,), parts=("w",), drawn={"steps": lambda rng: drawn}
+    )
+    with pytest.raises(ValueError, match=f"epochs='steps' must be .*{words}"):
+        run(made, clients)
+    twice = replace(made, drawn={"steps": lambda rng: 2.0})
+    same = replace(made, phases=(replace(step, epochs=2),), drawn={})
+    close(run(twice, clients).server["w"]["loc"], run(same, clients).server["w"]["loc"])
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
@@ -456,8 +532,7 @@ def test_what_is_drawn_is_common_to_clients_and_server(model: nn.Module, clients
     half = run(made, clients, rounds=2)
     run(made, clients, rounds=4, resume=half)
     assert seen == [
-        pytest.approx(generator(2, Purpose.COMMON, round=round, index=1).random())
-        for round in range(4)
+        generator(2, Purpose.COMMON, round=round, index=1).random() for round in range(4)
     ]
 
 
@@ -476,3 +551,76 @@ def test_a_number_of_epochs_may_be_drawn(
     often = int(generator(2, Purpose.COMMON, round=0).integers(2, 9))
     assert often > 2
     close(drawn, trained(often))
+
+
+prior_of_w = Normal(
+    centre=lambda given, view: torch.zeros_like(view["w"]["loc"]),
+    variance=lambda given, view: torch.full_like(view["w"]["loc"], 0.01),
+)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_priors_parameters_are_trained(
+    kernel: KernelName, model: nn.Module, clients: FederatedData
+):
+    """Three steps on KL(q || N(c, s)), in q and in c and s, by the KL's own slopes."""
+    family, lr = MeanField(init_scale=0.3), 0.1
+    tied = Normal(centre=own_mean("w"), variance=lambda given, view: family.moments(view["w"])[1])
+    wide = MeanField(init_scale=0.7)
+    blocks = {
+        "w": Block(posterior=family, pool=None, keep=True),
+        "q": Block(posterior=wide, prior=tied, start=standard_normal(1.0), pool=None, keep=True),
+    }
+    energy = Energy(("q", "w"), ("q",), likelihood="none")
+    fit = Descend(energy, steps=3, optimiser=SGD(lr))
+    made = bf.Algorithm(model, blocks, (fit,), parts=("q",))
+    start = made.rows(made.init(7, seed=2, dtype=torch.float64))
+    found = run(made, clients, kernel=kernel).private
+    q, w = ({key: t.expand(7, -1) for key, t in start[name].items()} for name in "qw")
+    for _ in range(3):
+        (m, v), (c, s) = family.moments(q), family.moments(w)
+        at_q = (m - c) / s, (1 / s - 1 / v) / 2
+        at_w = (c - m) / s, (1 / s - (v + (m - c).square()) / s.square()) / 2
+        q, w = (
+            {
+                "loc": one["loc"] - lr * of_loc,
+                "rho": one["rho"] - lr * of_var * 2 * var.sqrt() * one["rho"].sigmoid(),
+            }
+            for one, var, (of_loc, of_var) in ((q, v, at_q), (w, s, at_w))
+        )
+    assert_close(found["q"], q, atol=1e-10, rtol=0)
+    assert_close(found["w"], w, atol=1e-10, rtol=0)
+    # under a prior of its own, w has a KL too
+    own = replace(made, blocks=blocks | {"w": replace(blocks["w"], prior=prior_of_w)})
+    once = replace(fit, steps=1)
+    plain, pulled = (
+        run(replace(one, phases=(once,)), clients, kernel=kernel).private["w"]["loc"]
+        for one in (made, own)
+    )
+    assert_close(plain - pulled, lr * start["w"]["loc"].expand(7, -1) / 0.01, atol=1e-10, rtol=0)
+    for wrong in (
+        replace(fit, prox=True),
+        replace(fit, energy=Energy("w", ("q",), likelihood="sum")),
+    ):
+        with pytest.raises(ValueError, match=r"\['w'\] are trained on an energy without"):
+            replace(made, phases=(wrong,))
+
+
+def test_a_priors_parameters_are_trained_with_the_data(model: nn.Module, clients: FederatedData):
+    """The pull of a point to w, a mean over the data; one client with all kinds of steps."""
+    prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1).to(view["n"]))
+    blocks = {
+        "w": Block(pool=None, keep=True, start=standard_normal(1.0)),
+        "v": Block(prior=prior, pool=None, keep=True),
+    }
+    fit = Descend(Energy(("v", "w"), ("v",), likelihood="mean"), steps=1, optimiser=SGD(0.1))
+    alone = replace(fit, energy=Energy("v", ("v",), likelihood="mean"))
+    made = bf.Algorithm(model, blocks, (fit,), parts=("v",))
+    found, constant = (
+        run(replace(made, phases=(phase,)), clients).private for phase in (fit, alone)
+    )
+    close(found["v"]["loc"], constant["v"]["loc"])
+    start = made.rows(made.init(7, seed=2, dtype=torch.float64))
+    n = torch.from_numpy(clients.train.counts)[:, None]
+    pull = start["w"]["loc"] - start["v"]["loc"]
+    close(found["w"]["loc"], start["w"]["loc"] - 0.1 * pull / n)

@@ -125,6 +125,20 @@ def test_a_rule_of_the_users_draws_the_simulations_cohorts(
     assert load(tmp_path / "checkpoints", algorithm).took_part(1) == found.took_part(1)
 
 
+def test_all_train_where_nobody_sends(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """As in the simulation; nobody is asked again to send."""
+    algorithm = bf.algorithms.l2gd(model)
+
+    def odd(round: int, rng: Any, known: Any) -> Any:
+        return range(7) if round % 2 else []
+
+    sim = simulated(algorithm, clients, sampling=odd)
+    found = deploy(algorithm, clients, tmp_path, sampling=odd)
+    assert_same(found, tmp_path, sim)
+    assert found.history["cohort"].tolist() == [7, 0, 7]
+    assert found.history["bytes_up"][1] == 0
+
+
 def test_nodes_without_test_rows_have_their_model_too(
     ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):

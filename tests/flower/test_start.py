@@ -366,3 +366,15 @@ def test_a_mean_of_what_clients_keep_stays_one(
     again = deploy(algorithm, moved, tmp_path, grid, start=found, **LATER, participation=0.5)
     assert_same(again, tmp_path, sim, nodes)
     assert_close(again.server["c"].double(), sim.private["own"].double().mean(0), atol=1e-7, rtol=0)
+
+
+def test_a_server_keeps_the_factors_of_clients_that_left_and_says_so(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """They are on nodes that are gone."""
+    algorithm, few = bf.algorithms.fedep(model, epochs=1), clients.select([0, 1, 2])
+    before = deploy(algorithm, few, tmp_path, rounds=1)
+    assert "have left" not in caplog.text
+    with pytest.warns(UserWarning, match="the earlier run has 3 clients"):
+        deploy(algorithm, few.select([0, 1]), tmp_path, start=before, rounds=1, seed=9)
+    assert "clients of the earlier run have left" in caplog.text

@@ -16,7 +16,7 @@ from bayesfl.base.inputs import each
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.base.random import Stage
-from bayesfl.base.warning import warn
+from bayesfl.base.warning import noted, warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
     Descend,
@@ -218,7 +218,8 @@ class Local:
                 for kind, said in seen.items():  # once in a run, not for every client and round
                     if self.said.setdefault(kind, said) is said:
                         warn(said)
-            views, new = self.engine.run(algorithm, phase, given, views, plan)
+            with noted(f"in phase {position + 1}, {phase_in_words(phase)}"):
+                views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
             finite = _finite(

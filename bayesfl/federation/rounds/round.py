@@ -152,7 +152,9 @@ def run_round(
     admission, aggregation = rules.admission, rules.aggregation
     known = known_of(rules, history)
     cohort = aggregation.cohort(number, {"n": transport.counts, **known})
-    if len(cohort) < (least := aggregation.least):
+    # All clients train, and nothing is sent.
+    silent = aggregation.settings.train == "all" and not len(cohort)
+    if len(cohort) < (least := aggregation.least) and not silent:
         raise SmallCohort(
             f"round {number + 1} has {len(cohort)} clients and needs {least} (min_clients)",
             **dict.fromkeys(("lost", "rejected", "bytes_up", "bytes_down"), 0),
@@ -191,11 +193,11 @@ def run_round(
             raise BadClients(f"round {number + 1}: {bad}")
         failed, taken = None, len(filter.losses)
         try:
-            if taken < least:
+            if taken < least and not silent:
                 raise FailedRound(
                     f"round {number + 1} has {taken} replies and needs {least} (min_clients)"
                 )
-            server = filter.server()
+            server = server if silent else filter.server()
         except FailedRound as error:
             failed = error
         transport.commit(dropped if failed is None else range(aggregation.clients))

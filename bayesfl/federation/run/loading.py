@@ -230,7 +230,8 @@ def begun(
     clients, and their places in the earlier run, [known] int64 each.
 
     Clients are matched by name. The server keeps what it has learnt; its entries for single clients
-    are assigned to the clients of the same name. New clients start as clients never seen in
+    are assigned to the clients of the same name, and its numbers that depend on how many clients
+    there are (J itself, 1 / J) are those of this run. New clients start as clients never seen in
     training, see `Algorithm.newcomers`.
 
     Raises:
@@ -241,14 +242,16 @@ def begun(
     if before is None:
         return fresh, torch.arange(0), torch.arange(0)
     new, old = matched(algorithm, names, before.called)
-    more = algorithm.init(clients + 1, dtype=dtype, device=device)
+    more = algorithm.init(clients + 1, seed=seed, dtype=dtype, device=device)
     server = tree_map(lambda like, t: t.to(like, copy=True), fresh, before.server)
     novel = algorithm.newcomers(server, clients)
     for name, block in algorithm.blocks.items():
         if isinstance(block.pool, Mixed):  # every client in a run has a model, new ones the mean
             novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
     carried = tree_map(
-        lambda one, two, now, then: _moved(one, two, now, then, new, old),
+        lambda one, two, now, then: _moved(
+            one, two, now, then, new, old, same=clients == len(before.called)
+        ),
         fresh,
         more,
         novel,
@@ -267,7 +270,8 @@ def continued(
     device: torch.device,
 ) -> tuple[State, np.ndarray]:
     """Return the initial state in a run of the clients `names` on this machine, and the clients
-    that must adapt to it, [new]; private states are matched by name, see `begun`.
+    that must adapt to it, [new]; private states are matched by name, see `begun`. The method's
+    `leave` takes out what clients that have left take along.
 
     Raises:
         ValueError: Clients have the same name.
@@ -283,6 +287,12 @@ def continued(
         rows,
         before.private,
     )
+    if algorithm.leave is not None:
+        for client in np.setdiff1d(np.arange(len(before.called)), old.numpy()):
+            server = server | algorithm.leave(
+                server,
+                tree_map(lambda t, like, client=client: t[client].to(like), before.private, rows),
+            )
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
@@ -366,9 +376,12 @@ def repeated(names: Sequence[str]) -> str:
     )
 
 
-def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def _moved(
+    one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor, *, same: bool
+) -> Tensor:
     """Return the server's tensor `now` with the rows of known clients replaced, along each axis
-    that counts clients.
+    that counts clients; a number that depends on the number of clients is `one` if that has
+    changed.
 
     Args:
         one: The initial tensor in a run with this number of clients.
@@ -377,6 +390,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         then: The tensor of the earlier run.
         new: Places of known clients now.
         old: Their places in the earlier run.
+        same: Whether there are as many clients as in the earlier run.
     """
     axes = [
         axis
@@ -385,7 +399,7 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
     ]
     if not axes or any(not then.shape[axis] for axis in axes):
         # It has no entries for single clients, or all of them were new.
-        return now
+        return now if one.dim() or torch.equal(one, two) or same else one
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))
     sizes = enumerate(now.shape)

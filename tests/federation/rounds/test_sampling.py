@@ -149,3 +149,21 @@ def test_nobody_is_there(fedavg: bf.Algorithm, clients: FederatedData):
     result = run(fedavg, clients, rounds=3, sampling=lambda round, rng, known: [2] * (round != 2))
     assert took_part(result) == [[2], [], [2]]
     assert result.history.clients("known_round")[:, 2].tolist() == [1, 1, 3]
+
+
+def test_all_train_where_nobody_sends(clients: FederatedData, model: nn.Module):
+    """L2GD: the mean of the models stays, and each client goes on, also after a break."""
+
+    def odd(round: int, rng: np.random.Generator, known: Mapping[str, Any]) -> Any:
+        return range(7) if round % 2 else []
+
+    made = bf.algorithms.l2gd(model)
+    options: dict[str, Any] = {"sampling": odd, "evaluate_every": None}
+    first, second = (run(made, clients, rounds=rounds, **options) for rounds in (1, 2))
+    assert torch.equal(first.server["x"]["loc"], second.server["x"]["loc"])
+    moved = (first.private["x"]["loc"] - second.private["x"]["loc"]).abs().amax(1)
+    assert float(moved.min()) > 0
+    assert took_part(second) == [list(range(7)), []]
+    assert second.history["bytes_up"][1] == second.history["lost"][1] == 0
+    again = run(made, clients, rounds=2, resume=first, **options)
+    assert_close(again.private["x"]["loc"], second.private["x"]["loc"], atol=0, rtol=0)
