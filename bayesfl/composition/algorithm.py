@@ -32,7 +32,6 @@ from bayesfl.base.protocols import (
 )
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten
-from bayesfl.base.warning import noted
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
@@ -490,11 +489,10 @@ class Algorithm:
 
     def redrawn(self, server: Server, *, seed: int, round: int) -> Server:
         """Return the server's state with the draws of a round, see `drawn`."""
-        with noted("in a function of `drawn`"):
-            values = {
-                name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
-                for index, (name, draw) in enumerate(self.drawn.items())
-            }
+        values = {
+            name: draw(generator(seed, Purpose.COMMON, round=round, index=index))
+            for index, (name, draw) in enumerate(self.drawn.items())
+        }
         like = server[next(iter(self.blocks))]["loc"]
         return server | self._more("drawn", values, like)
 
@@ -599,8 +597,7 @@ class Algorithm:
             for name in self._mixed
             if len(server[name]["each"])
         }
-        with noted("in `address`, a function of the method"):
-            own = self.address(server, ids)
+        own = self.address(server, ids)
         _refuse_taken("address", own, (*RESERVED, *self.private, *self.reports))
         if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
             raise ValueError(

@@ -390,7 +390,7 @@ class Once:
                     name not in known
                     and isinstance(entry, Mapping)
                     and "loc" in entry
-                    and (near := get_close_matches(name.lower(), algorithm.blocks))
+                    and (near := get_close_matches(name.lower(), algorithm.blocks, 1, 0.8))
                 ):
                     raise ValueError(
                         f"{name!r} is returned like a block, but no block has this name; did you "
@@ -447,16 +447,14 @@ class Repeat:
         if wrong := [
             phase
             for phase in self.phases
-            if isinstance(phase, Repeat) or phase.batch_size is not None
+            if isinstance(phase, Repeat)
+            or phase.batch_size is not None
+            or (isinstance(phase, Once) and phase.data == "validation")
         ]:
             raise ValueError(
-                "a phase inside a Repeat works on the batch that the Repeat draws, got "
-                f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
-            )
-        if any(getattr(phase, "data", False) == "validation" for phase in self.phases):
-            raise ValueError(
-                "a phase inside a Repeat works on its batches of training rows, but one has "
-                "data='validation'; put it before or after the Repeat"
+                "a phase inside a Repeat works on its batch of training rows, got "
+                f"{wrong[0]!r}; give batch_size to the Repeat alone, and put a phase with "
+                "data='validation', or another Repeat, before or after it"
             )
 
     @cached_property

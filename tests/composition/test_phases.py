@@ -426,7 +426,6 @@ def test_what_a_function_does_wrong_names_it(
         ({"c": torch.zeros(3)}, r"'c' was torch.float64 \[\], .* torch.float32 \[3\]"),
         ({"c": torch.tensor(3)}, r"'c' was torch.float64 \[\], .* torch.int64 \[\]"),
         ({"V": {"loc": torch.zeros(3)}}, "'V' is returned like a block.* mean 'v'"),
-        ({"w2": {"loc": torch.zeros(3)}}, "mean 'w'"),
     ],
 )
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
@@ -465,16 +464,6 @@ def test_errors_in_an_energy_name_the_phase(which: str, model: nn.Module, client
     with pytest.raises(KeyError, match="aplha") as raised:
         run(made, clients)
     assert raised.value.__notes__ == ["in phase 1, Descend on w"]
-
-
-@pytest.mark.parametrize("which", ["combine", "address", "drawn"])
-def test_errors_in_a_function_of_the_method_name_it(
-    which: str, model: nn.Module, clients: FederatedData
-):
-    options: Any = {which: {"coin": typo} if which == "drawn" else typo}
-    with pytest.raises(KeyError, match="aplha") as raised:
-        run(replace(of_once(model, lambda *given: {}), **options), clients)
-    assert f"`{which}`" in raised.value.__notes__[0]
 
 
 def test_validation_rows_are_not_those_of_a_repeat():

@@ -2,7 +2,6 @@
 arrays with their missing values.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,12 +158,7 @@ def pandas_of(frame: Any) -> Any:
     Args:
         frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
             needs pyarrow; whole numbers stay such where some are missing.
-
-    Raises:
-        TypeError: It is a path.
     """
-    if isinstance(frame, str | os.PathLike):
-        raise TypeError(f"{str(frame)!r} is a path, not a frame: pass pandas.read_csv of it")
     if not hasattr(frame, "iloc"):
         import pyarrow
 

@@ -55,11 +55,6 @@ def _panel(probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> _Panel:
     return found, f"ECE, pooled {found.ece:.3f}, {examples}\n{mean}"
 
 
-def _height(numbers: str) -> float:
-    """Return the height of the numbers above a diagram, in points."""
-    return _LINE * len(numbers.splitlines())
-
-
 @literal
 def reliability(
     source: Any,
@@ -187,7 +182,8 @@ def _panels(
             up=column == 0,
             tallest=tallest,
         )
-        ax.set_title(title, fontsize="medium", pad=_height(panel[1]) + 6)
+        above = _LINE * len(panel[1].splitlines())  # points
+        ax.set_title(title, fontsize="medium", pad=above + 6)
     figure.legend(
         handles=_key(),
         loc="outside lower center",

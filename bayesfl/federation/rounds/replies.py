@@ -15,7 +15,6 @@ from bayesfl.base.numerics import finite
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
 from bayesfl.base.trees import alike, flatten, shapes
-from bayesfl.base.warning import noted
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.federation.clients.local import read_rows
@@ -113,8 +112,7 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     """
     given = tree_map(lambda t: t, server)  # in new mappings
     versions = [t._version for t in tree_leaves(server)]
-    with noted("in `combine`, a function of the method"):
-        changed = algorithm.combine(given, ids, uplink)
+    changed = algorithm.combine(given, ids, uplink)
     before, after = flatten(server), flatten(given)
     assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
     if assigned or versions != [t._version for t in tree_leaves(server)]:

@@ -50,13 +50,11 @@ def test_a_client_in_another_unit_is_told_of():
 
 
 def test_a_number_of_its_own_range_at_each_client_looks_like_an_identifier():
-    """One warning, not one for each client; and a path is no frame."""
+    """One warning, not one for each client."""
     made = pd.DataFrame({"h": np.repeat(list("ABCDEFGHI"), 30), "patient": np.arange(270)})
     made["y"] = np.arange(270) % 2
     with pytest.warns(UserWarning, match=r"columns: 'patient' looks like an identifier: [^;]*$"):
         from_frame(made, **ROLES)
-    with pytest.raises(TypeError, match=r"'icu.csv' is a path, .*pandas\.read_csv"):
-        from_frame("icu.csv", **ROLES)
 
 
 def learnt(values: Any, **others: Any) -> tuple[tuple[str, ...], list[str]]:
