@@ -252,7 +252,10 @@ def test_data_that_fail_for_a_seed_leave_the_others(tmp_path: Path):
         ({"checkpoint": "x"}, "checkpoint belongs to a single cell"),
         ({"options": {"FedAvg": {"epochs": 5}}}, r"options\['FedAvg'\]\['epochs'\] must be a list"),
         ({"model": nn.Linear(2, 2)}, "model must be a function"),
-        ({"methods": {"A": bf.algorithms.fedavg(nn.Linear(2, 2))}}, "A must be a function"),
+        (
+            {"methods": {"A": bf.algorithms.fedavg(nn.Linear(2, 2))}},
+            r"methods\['A'\] must be a function",
+        ),
     ],
 )
 def test_what_no_cell_could_use_is_refused_at_once(changes: Any, words: str):

@@ -69,7 +69,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     assert (found.units, found.level) == (data.client_names, 0.8)
     secure = served.audit(by="label", aggregation=bf.SecureSum())
     assert secure.units == NAMES
-    assert secure.table() == served.audit(by="label").table()
+    assert str(secure) == str(served.audit(by="label"))
     assert secure.rows.tolist() == torch.bincount(data.test.y[data.test.index]).tolist()
     groups = [["high" if v > 0 else "low" for v in data.test.client(j)[0][:, 0]] for j in range(3)]
     by_list = served.audit(groups=groups)
