@@ -74,7 +74,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     groups = [["high" if v > 0 else "low" for v in data.test.client(j)[0][:, 0]] for j in range(3)]
     by_list = served.audit(groups=groups)
     by_function = served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low"))
-    assert by_list.table() == by_function.table()
+    assert str(by_list) == str(by_function)
     assert by_list.units == ("high", "low")
     assert by_list.rows.sum() == found.rows.sum()
     assert served.audit("validation").rows.tolist() == data.validation.counts.tolist()
