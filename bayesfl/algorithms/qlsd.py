@@ -9,7 +9,8 @@ A client estimates its gradient on `batch_size` examples, and sends, with s leve
 
     $Q(v)_d = |v| sign(v_d) l_d / s$, $l_d = floor(s |v_d| / |v|)$, or one more
 
-with probability $s |v_d| / |v| - l_d$: integers of one byte, and the mean of $Q(v)$ is v. The paper
+with probability $s |v_d| / |v| - l_d$: integers of one byte, and the mean of $Q(v)$ is v. The one
+gradient must stay one: leave QLSD out of a study with `steps=`, which would change it. The paper
 averages over the draws of one chain; here clients predict with the last draws of all chains.
 
 Chains forget their starts after about 1 / (step x the posterior's least precision) rounds: for a

@@ -4,7 +4,6 @@ client or for many at once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeGuard
 
@@ -108,7 +107,7 @@ class Descend:
     Priors are constant during the phase: they read the view before the first step, including the
     trained blocks. Only trained blocks that are no parts of the energy move with the phase: they
     are parameters of the other blocks' priors, which read them from the view, as
-    `priors.own_mean` does.
+    `priors.own_mean` does; a block that no prior reads stays where it is.
 
     Kernels other than `reference` run a plain `Descend` by `bayesfl.engine.descent`, in place and
     for a chunk of clients (see `by_algebra` and `bayesfl.engine.driver`). The reference kernel runs
@@ -326,7 +325,7 @@ class Once:
 
     Raises:
         ValueError: `fn` changes names, shapes or dtypes of the tensors of a block, or of an entry
-            that a client keeps, or returns a block under a misspelt name.
+            that a client keeps.
 
     Example:
         >>> def halve(algorithm, given, view, batch):
@@ -386,16 +385,6 @@ class Once:
             for name, entry in found.items():
                 if name in known and (new := _form(entry)) != (old := _form(carry[name])):
                     raise ValueError(f"entry {name!r} was {old}, and is returned as {new}")
-                if (
-                    name not in known
-                    and isinstance(entry, Mapping)
-                    and "loc" in entry
-                    and (near := get_close_matches(name.lower(), algorithm.blocks, 1, 0.8))
-                ):
-                    raise ValueError(
-                        f"{name!r} is returned like a block, but no block has this name; did you "
-                        f"mean {near[0]!r}? Give a copy for later phases a name of its own"
-                    )
         return {**carry, **found}
 
     def end(
