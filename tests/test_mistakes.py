@@ -73,6 +73,10 @@ def glm(*more: Any, **options: Any) -> Any:
     return bf.stats.glm(tables(), *more, **{"family": "log_binomial", **options})
 
 
+def cox(**options: Any) -> Any:
+    return bf.stats.cox(tables(), **options)
+
+
 algorithms, data, plots, posteriors = bf.algorithms, bf.data, bf.plots, bf.posteriors
 Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -126,13 +130,10 @@ OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "glm(famly)": (lambda: glm(famly="binomial"), "family"),
     "tables(outcme)": (lambda: tables(outcme="y"), "outcome"),
-    "cox(evnt)": (lambda: bf.stats.cox(tables(), time="x", evnt="y"), "event"),  # type: ignore[call-arg]
-    "cox(duration)": (
-        lambda: bf.stats.cox(tables(), duration="x", event="y"),  # type: ignore[call-arg]
-        "did you mean time?",
-    ),
+    "cox(evnt)": (lambda: cox(time="x", evnt="y"), "event"),
+    "cox(duration)": (lambda: cox(duration="x", event="y"), "did you mean time?"),
     "cox(regularisation)": (
-        lambda: bf.stats.cox(tables(), time="x", event="y", regularisation=1),  # type: ignore[call-arg]
+        lambda: cox(time="x", event="y", regularisation=1),
         "; it has sites, time",
     ),
     "Policy(min_row)": (lambda: bf.stats.Policy(min_row=5), "min_rows"),  # type: ignore[call-arg]
