@@ -359,7 +359,8 @@ class Once:
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return the starts of `kept`, see `Phase.keeps`."""
-        return {name: torch.as_tensor(start).clone() for name, start in self.kept.items()}
+        like = next(iter(beliefs.values()))["loc"]
+        return {name: placed(start, like).clone() for name, start in self.kept.items()}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """Return the view, see `Phase.begin`."""

@@ -612,3 +612,10 @@ def test_a_priors_parameters_are_trained_with_the_data(model: nn.Module, clients
     n = torch.from_numpy(clients.train.counts)[:, None]
     pull = start["w"]["loc"] - start["v"]["loc"]
     close(found["w"]["loc"], start["w"]["loc"] - 0.1 * pull / n)
+
+
+def test_what_a_phase_keeps_has_the_precision_of_the_run(model: nn.Module, clients: FederatedData):
+    step = Descend(Energy("w", ("w",), likelihood="mean"))
+    half = Once(lambda *given: {"c": given[2]["c"] / 2}, kept={"c": torch.tensor(0.3)})
+    made = bf.Algorithm(model, {"w": Block()}, (half, step), parts=("w",))
+    assert run(made, clients).private["c"].dtype == torch.float64
