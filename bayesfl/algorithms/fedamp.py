@@ -34,7 +34,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
 
-@options.method()
+@options.method(revision=2)
 def fedamp(
     model: options.Model,
     *,
@@ -72,15 +72,14 @@ def fedamp(
     """
 
     def start(blocks: Server, clients: int) -> Server:
-        size = torch.tensor(alpha or sigma / clients, dtype=torch.float64)
-        return {"cloud": blocks["w"]["loc"].expand(clients, -1), "alpha": size}
+        return {"cloud": blocks["w"]["loc"].expand(clients, -1), "size": float(clients)}
 
     def spread(given: Server, view: View) -> Tensor:
-        return given["alpha"] / (lam * view["n"])[..., None]
+        return (alpha or sigma / given["size"]) / (lam * view["n"])[..., None]
 
     def mix(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         w = uplink["w"]["loc"].double()
-        mixed = attention(w, float(server["alpha"]), sigma) @ w
+        mixed = attention(w, alpha or sigma / uplink["clients"], sigma) @ w
         cloud = server["cloud"].index_copy(0, ids, mixed.to(server["cloud"]))
         return {"cloud": cloud, "w": {"loc": cloud.mean(0, dtype=torch.float64).to(cloud)}}
 
@@ -98,7 +97,7 @@ def fedamp(
         parts=("w",),
         likelihood=likelihood,
         server=start,
-        broadcast=("alpha",),
+        broadcast=("size",),
         address=lambda server, ids: {"cloud": server["cloud"][ids]},
         combine=mix,
         adapt=(replace(step, epochs=adapt_epochs),),

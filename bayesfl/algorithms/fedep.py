@@ -81,7 +81,7 @@ def fedep(
         parts=("w",),
         likelihood=likelihood,
         server=factors.server,
-        broadcast=("damping",),
+        broadcast=("size",),
         private=factors.private,
         leave=factors.leave,
         adapt=(Once(join),),  # who joins has no factor in q before its first round

@@ -65,8 +65,8 @@ class Factors:
         return Block(posterior=self.posterior, start=standard_normal(0.0), pool=pool)
 
     def server(self, blocks: Server, clients: int) -> Server:
-        """Return the `damping` of J clients, which everyone receives; see `Algorithm`."""
-        return {"damping": self.damping or 1 / clients}
+        """Return the number of clients, which everyone receives; see `Algorithm`."""
+        return {"size": float(clients)}
 
     def leave(self, server: Server, private: View) -> Server:
         """Return q without the factor of a client that leaves; see `Algorithm`."""
@@ -99,7 +99,7 @@ class Factors:
             weighted: The precision times the mean of $q_j$, [..., D].
         """
         others, pull = self.cavity(view)
-        old, share = view["factor"], given["damping"]
+        old, share = view["factor"], self.damping or 1 / given["size"]
         factor = {
             "precision": old["precision"].lerp((precision - others).clamp_min(0), share),
             "weighted": old["weighted"].lerp(weighted - pull, share),

@@ -194,7 +194,22 @@ def test_q_is_the_product_of_the_factors_of_those_who_are_there(
     assert_close(precision, PRIOR + factor["precision"].sum(0), atol=1e-9, rtol=1e-9)
     assert_close(weighted, factor["weighted"].sum(0), atol=1e-9, rtol=1e-9)
     assert float(factor["precision"].sum(1).min()) > 0
-    assert float(result.server["damping"]) == 0.25
+    assert float(result.server["size"]) == 4
+
+
+@pytest.mark.parametrize("name", ["pvi", "fedep"])
+def test_a_run_that_begins_from_another_has_its_own_damping(name: str, regressions: FederatedData):
+    """From the same start, a factor moves in proportion to the damping."""
+    options: dict[str, Any] = {"epochs": 3, "optimiser": SGD(0.05)}
+    start = run(method(name, damping=0.1, **options), regressions, rounds=1)
+
+    def moved(damping: float) -> Tensor:
+        made = method(name, damping=damping, **options)
+        result = run(made, regressions, rounds=1, seed=9, start=start)
+        return result.private["factor"]["weighted"] - start.private["factor"]["weighted"]
+
+    assert float(moved(0.25).abs().max()) > 1e-3
+    assert_close(moved(0.5), 2 * moved(0.25), atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.slow

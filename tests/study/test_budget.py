@@ -74,7 +74,7 @@ SENDS = {
     # Counts, h, a variance and centroids; centroids, and which are known as three bools.
     "fedpac": (W + 3 + 48 + 1 + 48, W + 48 + 3 / 8),
     "fedbn": (W, W),
-    "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
+    "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and the number of clients
     "pfedbayes": (2 * W, 2 * W),  # means and deviations
     "l2gd": (W, W + 2),  # and two numbers of steps
     "fedfomo": (W + 2, 3 * W + 1),  # gains; two more models, and what the server draws
@@ -83,7 +83,7 @@ SENDS = {
     **dict.fromkeys(("fola", "fedivon"), (2 * W, 2 * W + 1)),  # and the number of clients
     # levels in a byte each, and a unit, of two chains; a number of clients and one for the noise
     "qlsd": (2 * W / 8 + 2, 2 * W + 2),
-    **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the damping
+    **dict.fromkeys(("pvi", "fedep"), (2 * W, 2 * W + 1)),  # and the number of clients
     "pfedvem": (W + 1, W + 1),  # the scale
     "clustered": (W + 1, W),
     **dict.fromkeys(("ifca", "fedem", "d_fedem"), (2 * W + 2, 2 * W)),  # and shares of the copies

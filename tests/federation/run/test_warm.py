@@ -29,7 +29,7 @@ OF_THE_LAST_ROUND = {
 """What a `Mixed` pool tells of the last round: a run that begins has had none."""
 
 
-OF_THEIR_NUMBER = ("server.size", "server.damping", "server.alpha", "server.largest_share")
+OF_THEIR_NUMBER = ("server.size", "server.largest_share")
 """What a method's server computes of the number of clients."""
 
 _BEFORE: dict[int, Result] = {}
