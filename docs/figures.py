@@ -72,7 +72,8 @@ def paper_rows(name: str, part: str) -> dict[str, dict[str, list[float]]]:
             for title, row in cell.get("rows", {}).items():
                 found = row | cell["options"]
                 for measure, value in found.items():
-                    rows.setdefault(title, {}).setdefault(measure, []).append(value)
+                    if value is not None:
+                        rows.setdefault(title, {}).setdefault(measure, []).append(value)
     return rows
 
 
@@ -133,24 +134,26 @@ def pfedvem_paper_answer() -> str:
 
 
 def fedpac_paper_answer() -> str:
-    """What FedPAC reaches on Fashion-MNIST, as far as it was run, and on digits."""
+    """Where FedPAC leads, and what is not run yet."""
     there, planned = counted("fedpac")
-    rows = {name: mean(row["accuracy"]) for name, row in paper_rows("fedpac", FASHION).items()}
-    found = ", ".join(f"{name} {value}" for name, value in rows.items())
-    told = f"on Fashion-MNIST so far {found}" if rows else "no row on Fashion-MNIST is measured yet"
-    digits = results("fedpac_digits")["rows"]["label skew"]
-    small = {name: mean(digits[name]["before_accuracy"]) for name in ("FedPAC", "FedPer", "FedAvg")}
+    leads = []
+    for part in ("EMNIST letters", "CIFAR-10"):
+        rows = {
+            name: statistics.fmean(row["accuracy"])
+            for name, row in paper_rows("fedpac", part).items()
+            if len(row["accuracy"]) == 3
+        }
+        still(len(rows) >= 11 and max(rows, key=lambda name: rows[name]) == "FedPAC")
+        lead = rows.pop("FedPAC") - max(rows.values())
+        leads.append(f"{lead:.3f} on {part}")
     return said(
         f"""
-        It is not known yet: {there} of {planned} planned cells are there, and {told}. On
-        handwritten digits FedPAC has an accuracy of {small["FedPAC"]} under label skew in groups,
-        FedPer {small["FedPer"]} and FedAvg {small["FedAvg"]}. The paper's own numbers are lost to
-        us.
+        Yes, on the two small sets, with 200 images a client: FedPAC is more accurate than the next
+        method by {" and ".join(leads)}, and it also has the lowest NLL. Fashion-MNIST and the two
+        figures are not run yet: {there} of {planned} planned cells are there. The paper's own
+        numbers are lost to us.
         """
     )
-
-
-FASHION = "Fashion-MNIST"
 
 
 def demo_answer() -> str:
