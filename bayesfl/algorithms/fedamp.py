@@ -34,7 +34,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
 
-@options.method(revision=2)
+@options.method()
 def fedamp(
     model: options.Model,
     *,
