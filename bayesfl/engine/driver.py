@@ -16,8 +16,9 @@ from bayesfl.base.processes.ranks import LIMIT, current
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
-from bayesfl.engine import descent, layers, live, network, reference, vmap
+from bayesfl.engine import descent, layers, live, reference, vmap
 from bayesfl.engine.crew import Crew, apart
+from bayesfl.engine.network import Kernel, Network, in_microbatches
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.altered import cut
 from bayesfl.models.trial import draws_in_training, lively
@@ -53,6 +54,9 @@ class Engine:
         chunk: Number C of clients computed together. None selects it, on a CPU from the cohort and
             the size of the weights, on a GPU from the size of the weights and the free memory; the
             size of activations is not considered, so set it if these are large.
+        microbatch: Maximum number of a client's rows that a gradient step or a prediction computes
+            together, so that memory holds the activations of these only; a step then takes about a
+            third longer, as each forward pass is repeated. None for all rows.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
             number of cores available to this process, divided by the number of ranks on this
             machine (1 on a GPU, and with the kernel `vmap`, whose Python code holds the
@@ -73,6 +77,7 @@ class Engine:
 
     kernel: KernelName = "auto"
     chunk: Count | None = None
+    microbatch: Count | None = None
     workers: Count | None = None
     processes: Count | None = None
     lost_after: Positive = LIMIT
@@ -279,15 +284,17 @@ class Engine:
         if all(isinstance(p, Once) for p in inner):
             return False
         can = ("auto", "layers", "live")
-        if self.kernel not in can or not phase.batched:
+        if self.kernel not in can or self.microbatch or not phase.batched:
             asked = (
                 f"kernel={self.kernel!r}"
                 if self.kernel not in can
+                else f"microbatch={self.microbatch}"
+                if self.microbatch
                 else "a phase that is run separately (batched=False)"
             )
             raise ValueError(
                 f"{told}, which {asked} cannot train; use kernel='auto', 'layers' or 'live', "
-                "and phases with batched=True"
+                "microbatch=None, and phases with batched=True"
             )
         return True
 
@@ -311,7 +318,7 @@ class Engine:
                     given,
                     front,
                     plan,
-                    KERNEL_OF[kernel],
+                    self._kernel(kernel),
                     batch=batch,
                     alone=kernel == "live",
                 )
@@ -325,6 +332,10 @@ class Engine:
                 seen = _with_rest(seen, {key: info[key] for key in seen})
             views, info = new, info | seen
         return phase.end(views) if isinstance(phase, Repeat) else views, info
+
+    def _kernel(self, name: KernelName) -> Kernel:
+        whole = KERNEL_OF[name]
+        return whole if self.microbatch is None else in_microbatches(whole, self.microbatch)
 
     def _losses(
         self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch
@@ -362,7 +373,7 @@ class Engine:
             for part, vector in drawn.items()
             for key, leaf in algorithm.layout(part).leaves(vector).items()
         }
-        through = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
+        through = Network(algorithm.module(views["n"]), self._kernel(kernel))(leaves, x)
         return through.outputs if through.lifted else through.outputs.unsqueeze(1)
 
 
@@ -373,7 +384,7 @@ def _with_rest(front: Any, whole: Any) -> Any:
     return tree_map(lambda first, every: torch.cat([first, every[len(first) :]]), front, whole)
 
 
-KERNEL_OF: dict[str, network.Kernel] = {
+KERNEL_OF: dict[str, Kernel] = {
     "live": live.kernel,
     "layers": layers.kernel,
     "vmap": vmap.kernel,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, count
+from bayesfl.base.inputs import Inputs, count, each, first
 from bayesfl.models.altered import cut
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -158,6 +158,56 @@ def by_autograd(
         return passage
 
     return kernel
+
+
+def in_microbatches(kernel: Kernel, most: int) -> Kernel:
+    """Make a kernel that computes at most `most` rows of each client at once.
+
+    Memory holds the activations of these rows only: the backward pass repeats their forward pass,
+    as with checkpoints of activations. Outputs are those of the whole batch, so a loss may depend
+    on all its rows.
+    """
+
+    def kernel_in_microbatches(module: nn.Module) -> Passage:
+        whole = kernel(module)
+
+        def passage(
+            leaves: dict[str, Tensor],
+            slopes: dict[str, Tensor],
+            x: Inputs,
+            lifted: bool,
+            through: bool,
+            rows: Rows = Rows(),
+        ) -> Pass:
+            axis, weight = 1 + lifted, rows.weight
+            starts = range(0, first(x).shape[axis], most)
+
+            def part(start: int, slopes: dict[str, Tensor], through: bool) -> Pass:
+                own = slice(start, start + most)
+                here = each(lambda t: t[:, :, own] if lifted else t[:, own], x)
+                weights = None if weight is None else weight[:, own]
+                return whole(leaves, slopes, here, lifted, through, replace(rows, weight=weights))
+
+            if len(starts) == 1:
+                return part(0, slopes, through)
+            outputs, draws, _ = zip(*[part(start, {}, False) for start in starts], strict=True)
+
+            def back(slope: Tensor) -> Tensor | None:
+                sums, found = {name: torch.zeros_like(leaves[name]) for name in slopes}, []
+                for start, piece in zip(starts, slope.split(most, 1 + draws[0]), strict=True):
+                    own = {name: torch.empty_like(t) for name, t in sums.items()}
+                    found.append(part(start, own, through).back(piece))
+                    for name, total in sums.items():
+                        total += own[name]
+                for name, buffer in slopes.items():
+                    buffer.copy_(sums[name])
+                return torch.cat(found, axis) if through else None
+
+            return Pass(torch.cat(outputs, 1 + draws[0]), draws[0], back)
+
+        return passage
+
+    return kernel_in_microbatches
 
 
 def there_and_back(

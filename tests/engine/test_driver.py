@@ -143,3 +143,46 @@ def test_a_model_that_cannot_be_batched(
     assert_close(found.private, wanted.private, atol=1e-12, rtol=0)
     with pytest.raises(RuntimeError, match="vmap"):
         run(made, clients, rounds=1, engine=bf.Engine("vmap"))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        bf.algorithms.fedprox,
+        bf.algorithms.pfedvem,  # draws of a head
+        bf.algorithms.fedpac,  # a penalty on the features of all rows
+        bf.algorithms.fedem,  # copies
+    ],
+)
+@pytest.mark.parametrize("kernel", ["layers", "live"])
+def test_microbatches_change_no_number(
+    model: nn.Module, clients: FederatedData, kernel: KernelName, method: Any
+):
+    """Three rows at once of batches of ten, whose last has fewer: steps, losses and predictions."""
+    engines = bf.Engine(kernel), bf.Engine(kernel, microbatch=3)
+    one, other = (run(method(model), clients, 2, engine=engine) for engine in engines)
+    assert_close(other.server, one.server, atol=1e-10, rtol=0)
+    assert_close(other.private, one.private, atol=1e-10, rtol=0)
+    assert_close(other.predict().probs, one.predict().probs, atol=1e-10, rtol=0)
+
+
+def test_no_more_rows_than_a_microbatch_are_computed(clients: FederatedData):
+    """After its trial a network sees at most three rows; one whose norm needs the whole batch is
+    refused.
+    """
+    seen = set()
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(len(x))
+            return super().forward(x)
+
+    engine = bf.Engine("live", microbatch=3)
+    method = bf.algorithms.fedavg(Watched(8, 3), batch_size=10)
+    run(method, clients, engine=engine)  # with the trial
+    seen.clear()
+    run(method, clients, engine=engine).predict()
+    assert max(seen) == 3
+    normed = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"batch norm .* microbatch=3 cannot train"):
+        run(bf.algorithms.fedavg(normed), clients, engine=engine)

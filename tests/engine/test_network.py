@@ -7,10 +7,11 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 from bayesfl.engine import layers
-from bayesfl.engine.network import Network, Passage
+from bayesfl.engine.network import Network, Passage, in_microbatches
 from tests.engine.made import (
     KERNELS,
     STACKS,
+    B,
     C,
     inputs,
     kernels,
@@ -25,9 +26,10 @@ from tests.engine.made import (
 @kernels
 @pytest.mark.parametrize("which", ["none", "body", "head"])
 @pytest.mark.parametrize("trained", ["body", "head", "both"])
-def test_network_of_body_and_head(kernel, which, trained):
+@pytest.mark.parametrize("most", [2, B])
+def test_network_of_body_and_head(kernel, which, trained, most):
     """Outputs, and the slopes of what is trained, by their full names; a drawn head shares one pass
-    through the body.
+    through the body; and with two rows at once, which leaves one for the last.
     """
     module, shape = STACKS["body and head"]
     drawn = frozenset(name for name, _ in module.named_parameters() if name.startswith(which))
@@ -41,7 +43,7 @@ def test_network_of_body_and_head(kernel, which, trained):
     chunks = [slice(c, c + 1) for c in range(C)] if kernel == "live" else [slice(None)]
     for part in chunks:
         slopes = {name: torch.full_like(leaves[name][part], torch.nan) for name in wanted}
-        found = Network(module, KERNELS[kernel])(
+        found = Network(module, in_microbatches(KERNELS[kernel], most))(
             {name: leaf[part] for name, leaf in leaves.items()}, x[part], slopes
         )
         assert found.lifted == up
