@@ -55,8 +55,8 @@ class Engine:
             the size of the weights, on a GPU from the size of the weights and the free memory; the
             size of activations is not considered, so set it if these are large.
         microbatch: Maximum number of a client's rows that a gradient step or a prediction computes
-            together, so that memory holds the activations of these only; a step then takes about a
-            third longer, as each forward pass is repeated. None for all rows.
+            together, so that memory holds the activations of these only; a step then computes each
+            forward pass twice. None for all rows.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
             number of cores available to this process, divided by the number of ranks on this
             machine (1 on a GPU, and with the kernel `vmap`, whose Python code holds the
