@@ -402,13 +402,13 @@ def _resumed(
             "federation that includes them"
         )
     given = engine or saved.engine
-    engine = replace(saved.engine, workers=given.workers)
+    engine = replace(given, chunk=saved.engine.chunk)
     settings.check_goes_on(
         saved.settings,
         saved.round,
         dtype=(saved.dtype, dtype),
         device=(saved.device, device),
-        kernel=(engine.kernel, given.kernel),
+        kernel=(saved.engine.kernel, given.kernel),
         chunk=(engine.chunk, given.chunk or engine.chunk),
     )
     result = replace(
