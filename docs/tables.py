@@ -716,7 +716,7 @@ def fedsi_more() -> str:
 
 def fedem() -> str:
     """The synthetic row of FedEM's Table 2 beside what was measured."""
-    saved = results("papers/fedem")
+    saved = _part(results("papers/fedem"), "synthetic")
     cells = {key: cell for key, cell in saved["cells"].items() if "/validation/" not in key}
     rows = by_seed(
         (*key.split("/")[:2], _numbers(cell | cell["options"])) for key, cell in cells.items()
@@ -738,6 +738,24 @@ def fedem() -> str:
     ]
     shown = report.table(rows, columns=columns).to_markdown()
     return f"{shown}\n\n{versions(saved, anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
+
+
+def _part(saved: dict[str, Any], part: str) -> dict[str, Any]:
+    """The results of one part of a paper."""
+    cells = {key: cell for key, cell in saved["cells"].items() if key.startswith(f"{part}/")}
+    return saved | {"cells": cells}
+
+
+def fedem_letters() -> str:
+    """FedEM on EMNIST letters by its number of components."""
+    columns = [
+        *PAPER,
+        report.Column("seconds", digits=0),
+        report.Column("rate", title="learning rate", digits=2),
+    ]
+    part = "EMNIST letters"
+    made = versions(_part(results("papers/fedem"), part))
+    return f"{_beside_paper('fedem', part, columns)}\n\n{made}"
 
 
 PAPER = [
@@ -789,10 +807,7 @@ def _not_run(name: str, part: str) -> str:
         for seeds, of in missing.items()
     ]
     # What an error says, without its remedy.
-    told += [
-        f"{'; '.join(of)} cannot: {error.split(';')[0].rstrip('.')}."
-        for error, of in failed.items()
-    ]
+    told += [f"{'; '.join(of)}: {error.split(';')[0].rstrip('.')}." for error, of in failed.items()]
     return " ".join(told) or "All planned cells were run."
 
 
