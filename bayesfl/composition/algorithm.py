@@ -553,7 +553,9 @@ class Algorithm:
         ones in its precision.
         """
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
-        return tree_map(lambda t: placed(t, like), dict(tree))
+        return tree_map(
+            lambda t: placed(t, like), dict(tree), is_leaf=lambda t: isinstance(t, list)
+        )
 
     def _starts(
         self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
@@ -730,7 +732,7 @@ def placed(value: Any, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`, in its precision if it is floating; counters and
     masks keep their dtype.
     """
-    t = torch.as_tensor(value, dtype=like.dtype if isinstance(value, float) else None)
+    t = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
     return t.to(like) if t.is_floating_point() else t.to(like.device)
 
 

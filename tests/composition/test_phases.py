@@ -438,12 +438,12 @@ def test_an_entry_in_another_form_is_refused(
 
 
 def test_numbers_are_as_precise_as_the_run(model: nn.Module, clients: FederatedData):
-    """Starts, draws, and what a function returns."""
+    """Starts, draws, and what a function returns; lists, too."""
     made = replace(
         of_once(model, lambda *given: {"c": 0.3, "copy": given[2]["w"]}),
         private={"c": 0.1, "d": 0.3},
         server=lambda blocks, clients: {"e": 0.3},
-        drawn={"f": lambda rng: 0.3},
+        drawn={"f": lambda rng: [0.3, 0.3]},
     )
     result = run(made, clients)
     for t in (*(result.private[name] for name in "cd"), *(result.server[name] for name in "ef")):
