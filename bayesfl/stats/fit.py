@@ -96,14 +96,9 @@ class Refits(Answered, ABC):
         """Return `estimate`, `low` and `high` of a coefficient.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: There is no such coefficient.
         """
-        try:
-            row = self.table(level).loc[term]
-        except KeyError:
-            raise ValueError(
-                f"there is no coefficient {term!r}; there are {list(self.table().index)}"
-            ) from None
+        row = self.table(level).loc[term]
         return dict(
             zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(regex=" %$")), strict=True)
         )
@@ -150,7 +145,8 @@ class Refits(Answered, ABC):
                 each site for these, and the release sheet lists the questions; `mixed` puts none.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: A `Fit` has no such coefficient.
+            ValueError: A `Mixed` has no such coefficient with own effects.
 
         Example:
             >>> from pathlib import Path
@@ -215,8 +211,9 @@ class Refits(Answered, ABC):
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient, or answers were added unseen: the sum of all
-                sites minus that of all but one is one site's answer.
+            KeyError: There is no such coefficient.
+            ValueError: Answers were added unseen: the sum of all sites minus that of all but one is
+                one site's answer.
         """
         if self.released.hidden is not None:
             raise ValueError(
@@ -510,7 +507,7 @@ class Fit(Compared):
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: There is no such coefficient.
         """
         return self._refitted({site: [site] for site in self.rows}, term, level)
 
