@@ -226,6 +226,15 @@ class Refits(Answered, ABC):
             level,
         )
 
+    def _check_rows(self, other: Any, used: Callable[[Any, str], Any], remedy: str) -> None:
+        """Raise an error unless sites' hashes of the rows that they used, `used(fit, key)` under a
+        new key, are the same for two fits.
+        """
+        key = current().every(lambda: secrets.token_hex(16))[0]
+        here, there = used(self, key), used(other, key)
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
+            raise ValueError(f"the fits used different rows of {others}, {remedy}")
+
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         rows: dict[str, dict[str, Any]] = {}
         whole = self.interval(term, level)
@@ -296,13 +305,12 @@ class Compared(Refits, ABC):
                 f"the likelihoods describe different things, {self.likelihood} and "
                 f"{other.likelihood}, and do not compare"
             )
-        key = current().every(lambda: secrets.token_hex(16))[0]
-        here, there = (fit._asked("used rows", key) for fit in (self, other))
-        if others := [site for site in here | there if here.get(site) != there.get(site)]:
-            raise ValueError(
-                f"the fits used different rows of {others}, for example because different columns "
-                "have gaps: name the columns of both in tables(also=...), and fit the same sites"
-            )
+        self._check_rows(
+            other,
+            lambda fit, key: fit._asked("used rows", key),
+            "for example because different columns have gaps: name the columns of both in "
+            "tables(also=...), and fit the same sites",
+        )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
         ratio = 2 * (large.log_likelihood - small.log_likelihood)
