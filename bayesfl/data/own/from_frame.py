@@ -249,8 +249,7 @@ def _opened(
     ):
         table.need(list(given), role)
     taken = [client, *targets, *([] if group is None else [group])]
-    names = [name for name in table.columns if name not in taken]
-    return table, names
+    return table, [name for name in table.columns if name not in taken]
 
 
 @dataclass(frozen=True)
