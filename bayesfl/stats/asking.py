@@ -300,8 +300,10 @@ class Answered(Shown):
     @property
     def _below(self) -> list[str]:
         """Return the last lines below a table."""
-        left = (f"left out: {site}, {why}" for site, why in self.left_out.items())
-        return [*left, str(self.released)]
+        return [
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            str(self.released),
+        ]
 
 
 @runtime_checkable
@@ -585,8 +587,12 @@ def refined(centre: Tensor, unit: Tensor, n: Tensor, total: Tensors) -> Tensors:
     known = (variance >= COARSE) & (mean.square() <= variance)
     unit = unit * variance.clamp_min(COARSE**2).sqrt()
     constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-15)  # below rounding
-    scale = unit.where(~constant, 0.0)
-    return {"centre": centre, "unit": unit, "scale": scale, "known": known | constant}
+    return {
+        "centre": centre,
+        "unit": unit,
+        "scale": unit.where(~constant, 0.0),
+        "known": known | constant,
+    }
 
 
 def unit_of(sums: Tensors) -> float:
