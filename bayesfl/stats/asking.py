@@ -202,8 +202,10 @@ class Released:
     def seen(self) -> str:
         """Return a text on who saw what a site sent."""
         if self.hidden is not None:
-            seen = f"answers were added by {self.hidden}, and nobody saw a single site's"
-            return f"{seen}, but for the numbers that are called each site's own"
+            return (
+                f"answers were added by {self.hidden}, and nobody saw a single site's, but for the "
+                "numbers that are called each site's own"
+            )
         if self.over is not None:
             return f"they were sent over {self.over}, and the server saw each site's answers"
         return "each site's answers were seen"
