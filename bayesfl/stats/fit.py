@@ -248,8 +248,9 @@ class Refits(Answered, ABC):
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
         rows["all sites"] = {"rows": sum(self.rows.values()), **whole, "why": ""}
-        found = pandas.DataFrame.from_dict(rows, orient="index")
-        return found[["estimate", "low", "high", "rows", "why"]]
+        return pandas.DataFrame.from_dict(rows, orient="index")[
+            ["estimate", "low", "high", "rows", "why"]
+        ]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
