@@ -412,8 +412,7 @@ class FederatedData:
         Raises:
             ValueError: `clients` is out of range, or one of the two federations would be empty.
         """
-        share = clients * self.clients if isinstance(clients, float) else clients
-        number = max(1, round(share))
+        number = max(1, round(clients * self.clients if isinstance(clients, float) else clients))
         order = generator(seed, Purpose.SPLIT, phase=NOVEL).permutation(self.clients)
         return self._places(np.sort(order[number:]).tolist()), self._places(
             np.sort(order[:number]).tolist()
@@ -461,8 +460,7 @@ class FederatedData:
             return None
         y, mask = self.splits[split].padded_labels()
         common = torch.from_numpy(counts.argmax(1)).to(y.device)
-        right = ((y == common[:, None]) & mask).sum(1).double() / mask.sum(1)
-        return right.cpu().numpy()
+        return (((y == common[:, None]) & mask).sum(1).double() / mask.sum(1)).cpu().numpy()
 
     def table(self) -> str:
         """Return a table with a row per client: its examples in each split, and in each class of

@@ -120,8 +120,10 @@ class ClientData:
             )
 
     def __repr__(self) -> str:
-        examples = self.counts.sum()
-        return f"ClientData({self.clients} clients, {examples} examples; inputs {self.inputs})"
+        return (
+            f"ClientData({self.clients} clients, {self.counts.sum()} examples; "
+            f"inputs {self.inputs})"
+        )
 
     @property
     def clients(self) -> int:

@@ -219,8 +219,9 @@ class Alarm:
         seen = np.stack([self.p, self.uniforms, self.history])
         arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": seen}
         said = {"alpha": self.alpha, "delta": self.delta, **self._address, "of": self.of}
-        tensors = {name: torch.from_numpy(one) for name, one in arrays.items()}
-        archive.write(path, "alarm", said, tensors)
+        archive.write(
+            path, "alarm", said, {name: torch.from_numpy(one) for name, one in arrays.items()}
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Alarm":

@@ -97,8 +97,7 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
     mask = torch.cat([inside_mask, outside_mask], 1)
     clients, scores = Segments(mask.sum(1)), torch.cat([inside, outside], 1)[mask]
     is_outside = (torch.arange(mask.shape[1]) >= inside.shape[1]).expand_as(mask)[mask]
-    found = area(clients, scores, is_outside)
-    return found.masked_fill(clients.sum(scores.isnan()) > 0, math.nan)
+    return area(clients, scores, is_outside).masked_fill(clients.sum(scores.isnan()) > 0, math.nan)
 
 
 @dataclass(frozen=True)

@@ -229,8 +229,7 @@ class Predictions:
             lower, upper = present(self.lower).double(), present(self.upper).double()
             y = present(self.labels).reshape(lower.shape).double()
             return ((lower <= y) & (y <= upper)).all(-1), (upper - lower).mean(-1)
-        held = self.sets.gather(-1, present(self.labels)[:, None])[:, 0]
-        return held, self.sets.sum(-1).double()
+        return self.sets.gather(-1, present(self.labels)[:, None])[:, 0], self.sets.sum(-1).double()
 
     def of_split(self, split: ClientData) -> tuple["Predictions", Segments]:
         """Return the rows with the labels or targets of a split, and their clients.

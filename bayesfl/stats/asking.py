@@ -202,8 +202,10 @@ class Released:
     def seen(self) -> str:
         """Return a text on who saw what a site sent."""
         if self.hidden is not None:
-            seen = f"answers were added by {self.hidden}, and nobody saw a single site's"
-            return f"{seen}, but for the numbers that are called each site's own"
+            return (
+                f"answers were added by {self.hidden}, and nobody saw a single site's, but for the "
+                "numbers that are called each site's own"
+            )
         if self.over is not None:
             return f"they were sent over {self.over}, and the server saw each site's answers"
         return "each site's answers were seen"
@@ -300,8 +302,10 @@ class Answered(Shown):
     @property
     def _below(self) -> list[str]:
         """Return the last lines below a table."""
-        left = (f"left out: {site}, {why}" for site, why in self.left_out.items())
-        return [*left, str(self.released)]
+        return [
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            str(self.released),
+        ]
 
 
 @runtime_checkable
@@ -585,8 +589,12 @@ def refined(centre: Tensor, unit: Tensor, n: Tensor, total: Tensors) -> Tensors:
     known = (variance >= COARSE) & (mean.square() <= variance)
     unit = unit * variance.clamp_min(COARSE**2).sqrt()
     constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-15)  # below rounding
-    scale = unit.where(~constant, 0.0)
-    return {"centre": centre, "unit": unit, "scale": scale, "known": known | constant}
+    return {
+        "centre": centre,
+        "unit": unit,
+        "scale": unit.where(~constant, 0.0),
+        "known": known | constant,
+    }
 
 
 def unit_of(sums: Tensors) -> float:

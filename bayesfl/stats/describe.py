@@ -306,8 +306,7 @@ def describe(
     grouped: dict[str, Any] = {"columns": len(sites.columns)}
     if isinstance(by, Levels):
         grouped |= {"column": by.column, "levels": by.levels}
-    rounded = aggregation is not None
-    totals = asked.first(lambda count: Totals(count, **grouped, rounded=rounded))
+    totals = asked.first(lambda count: Totals(count, **grouped, rounded=aggregation is not None))
     sites = asked.sites
     groups: Sequence[Any] = by.levels if isinstance(by, Levels) else sites.names
     weight, rows_of, sums = (

@@ -259,5 +259,6 @@ def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:
         f"{50 * (1 - level):g} %": (auc - reach).clamp(0, 1),
         f"{50 * (1 + level):g} %": (auc + reach).clamp(0, 1),
     }
-    index = [*names, "within sites"]
-    return pandas.DataFrame({key: t.numpy() for key, t in columns.items()}, index=index)
+    return pandas.DataFrame(
+        {key: t.numpy() for key, t in columns.items()}, index=[*names, "within sites"]
+    )

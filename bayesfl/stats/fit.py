@@ -96,14 +96,9 @@ class Refits(Answered, ABC):
         """Return `estimate`, `low` and `high` of a coefficient.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: There is no such coefficient.
         """
-        try:
-            row = self.table(level).loc[term]
-        except KeyError:
-            raise ValueError(
-                f"there is no coefficient {term!r}; there are {list(self.table().index)}"
-            ) from None
+        row = self.table(level).loc[term]
         return dict(
             zip(("estimate", "low", "high"), (row.iloc[0], *row.filter(regex=" %$")), strict=True)
         )
@@ -150,7 +145,8 @@ class Refits(Answered, ABC):
                 each site for these, and the release sheet lists the questions; `mixed` puts none.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: A `Fit` has no such coefficient.
+            ValueError: A `Mixed` has no such coefficient with own effects.
 
         Example:
             >>> from pathlib import Path
@@ -215,8 +211,9 @@ class Refits(Answered, ABC):
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient, or answers were added unseen: the sum of all
-                sites minus that of all but one is one site's answer.
+            KeyError: There is no such coefficient.
+            ValueError: Answers were added unseen: the sum of all sites minus that of all but one is
+                one site's answer.
         """
         if self.released.hidden is not None:
             raise ValueError(
@@ -228,6 +225,15 @@ class Refits(Answered, ABC):
             term,
             level,
         )
+
+    def _check_rows(self, other: Any, used: Callable[[Any, str], Any], remedy: str) -> None:
+        """Raise an error unless sites' hashes of the rows that they used, `used(fit, key)` under a
+        new key, are the same for two fits.
+        """
+        key = current().every(lambda: secrets.token_hex(16))[0]
+        here, there = used(self, key), used(other, key)
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
+            raise ValueError(f"the fits used different rows of {others}, {remedy}")
 
     def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
         rows: dict[str, dict[str, Any]] = {}
@@ -242,8 +248,9 @@ class Refits(Answered, ABC):
             rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
         rows["all sites"] = {"rows": sum(self.rows.values()), **whole, "why": ""}
-        found = pandas.DataFrame.from_dict(rows, orient="index")
-        return found[["estimate", "low", "high", "rows", "why"]]
+        return pandas.DataFrame.from_dict(rows, orient="index")[
+            ["estimate", "low", "high", "rows", "why"]
+        ]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -299,13 +306,12 @@ class Compared(Refits, ABC):
                 f"the likelihoods describe different things, {self.likelihood} and "
                 f"{other.likelihood}, and do not compare"
             )
-        key = current().every(lambda: secrets.token_hex(16))[0]
-        here, there = (fit._asked("used rows", key) for fit in (self, other))
-        if others := [site for site in here | there if here.get(site) != there.get(site)]:
-            raise ValueError(
-                f"the fits used different rows of {others}, for example because different columns "
-                "have gaps: name the columns of both in tables(also=...), and fit the same sites"
-            )
+        self._check_rows(
+            other,
+            lambda fit, key: fit._asked("used rows", key),
+            "for example because different columns have gaps: name the columns of both in "
+            "tables(also=...), and fit the same sites",
+        )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
         ratio = 2 * (large.log_likelihood - small.log_likelihood)
@@ -510,7 +516,7 @@ class Fit(Compared):
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient.
+            KeyError: There is no such coefficient.
         """
         return self._refitted({site: [site] for site in self.rows}, term, level)
 

@@ -125,10 +125,7 @@ class Likelihood(SiteSurvey):
         """Return one site's share; see `SiteSurvey`."""
         at, shapes = self.at(state, site), self.shapes(state)
         if at.outside:  # sums without some rows would reveal these
-            nothing = {
-                name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()
-            }
-            return nothing | {"n_outside": torch.tensor(1.0)}
+            return newton.outside(shapes)
         answer = {
             "loss": at.loss.sum() + at.penalty,
             "slope": at.scores,

@@ -130,8 +130,12 @@ class Hierarchy(SiteSurvey):
         """Return the numbers of coefficients, standard deviations, correlations, and parameters of
         the family's own.
         """
-        effects = sum(map(len, self.levels))
-        return (1 + self.columns, effects, len(self.pairs[0]), len(self.rule.own))
+        return (
+            1 + self.columns,
+            sum(map(len, self.levels)),
+            len(self.pairs[0]),
+            len(self.rule.own),
+        )
 
     @property
     def size(self) -> int:
@@ -642,8 +646,7 @@ class Mixed(Compared):
         Args:
             level: As in `table`.
         """
-        found = {(*of, name): draws for of, name, draws in self._differing()}
-        return summaries(found, level)
+        return summaries({(*of, name): draws for of, name, draws in self._differing()}, level)
 
     def _differing(self) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
         """Yield the coefficients with own effects: (the site, or the site and group), the name, and
@@ -720,8 +723,7 @@ class Mixed(Compared):
             noise = torch.from_numpy(rng.standard_normal(level.covariance.shape[:2]))
             effects = (symmetric_root(level.covariance) @ noise[..., None])[..., 0]
             own = own + effects @ torch.eye(own.shape[-1], dtype=own.dtype)[list(level.places)]
-        x = self.design(frame)
-        eta = own[:, :1] + own[:, 1:] @ x.T
+        eta = own[:, :1] + own[:, 1:] @ self.design(frame).T
         return self.link(eta + offsets(frame, self.offset))
 
 

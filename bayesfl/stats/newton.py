@@ -30,6 +30,15 @@ def begin(start: Tensor) -> Tensors:
     }
 
 
+def outside(shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Return the answer of a site with a row outside the model's range: zeros, and 1 for
+    `n_outside`.
+    """
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} | {
+        "n_outside": torch.tensor(1.0)
+    }
+
+
 def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[Tensors, bool]:
     """Return the next state from the sites' sums at `theta`, and whether it is the minimum.
 

@@ -134,8 +134,9 @@ class Site:
                 for name in of
                 for x in [self.frame[name]]
             }
-            found = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
-            self.known["hashes", *of] = found
+            self.known["hashes", *of] = hashes(
+                self.frame[[]].assign(**values), index=False
+            ).to_numpy()
         return self.known["hashes", *of]
 
     def some(self, rows: np.ndarray) -> "Site":

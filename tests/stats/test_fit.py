@@ -52,7 +52,7 @@ def test_a_site_without_an_own_fit_is_named_with_the_reason():
     alone = bf.stats.tables({"silent": rows["silent"]}, outcome="ill", terms=TERMS)
     with pytest.raises(ValueError, match=r"no site has information.*silent, none of its 90"):
         bf.stats.glm(alone, family="binomial", intercept="per_site")
-    with pytest.raises(ValueError, match="no coefficient 'weight'"):
+    with pytest.raises(KeyError, match="weight"):
         fit.by_site("weight")
 
 

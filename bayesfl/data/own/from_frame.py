@@ -249,8 +249,7 @@ def _opened(
     ):
         table.need(list(given), role)
     taken = [client, *targets, *([] if group is None else [group])]
-    names = [name for name in table.columns if name not in taken]
-    return table, names
+    return table, [name for name in table.columns if name not in taken]
 
 
 @dataclass(frozen=True)
@@ -488,13 +487,12 @@ def _targets(
         and found[0].exact is not None
         and given is None
         and columns is None
+        and (many := len(set(found[0].exact.tolist()))) > FEW_VALUES
     ):
-        if (many := len(set(found[0].exact.tolist()))) > FEW_VALUES:
-            raise ValueError(
-                f"target {found[0].name!r} holds {many} different whole numbers, which may be "
-                "classes or counts and measurements: pass task='classification' or "
-                "task='regression'"
-            )
+        raise ValueError(
+            f"target {found[0].name!r} holds {many} different whole numbers, which may be classes "
+            "or counts and measurements: pass task='classification' or task='regression'"
+        )
     parts = [
         values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers
         for values in found

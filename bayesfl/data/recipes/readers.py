@@ -57,8 +57,7 @@ def default_root() -> Path:
     """Return the folder that BAYESFL_DATA names, else `bayesfl/datasets` in the user's cache."""
     if named := os.environ.get("BAYESFL_DATA"):
         return Path(named)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "bayesfl" / "datasets"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bayesfl", "datasets")
 
 
 @lru_cache(maxsize=4)

@@ -178,8 +178,7 @@ class Columns:
         Raises:
             ValueError: There is no such column.
         """
-        known = [part.name for part in self.parts]
-        at = known.index(name)
+        at = [part.name for part in self.parts].index(name)
         part, place = self.parts[at], len(Columns(self.parts[:at]).names)
         x = np.asarray(x)
         if isinstance(part, Number):

@@ -113,8 +113,9 @@ class Abstention:
 
     def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with `answered`."""
-        answered = _doubt(local.logits) <= state["threshold"]
-        return replace(local.predictions, answered=answered, risk=self.risk)
+        return replace(
+            local.predictions, answered=_doubt(local.logits) <= state["threshold"], risk=self.risk
+        )
 
 
 def _doubt(logits: Tensor) -> Tensor:

@@ -72,8 +72,12 @@ class Bias:
             ValueError: The predictions have no classes.
         """
         refuse_numbers(self, outputs)
-        first = {"variance": 1.0 if self.variance is None else self.variance}
-        found = {**first, "before": math.nan, "move": math.nan, "n_asked": 0.0}
+        found = {
+            "variance": 1.0 if self.variance is None else self.variance,
+            "before": math.nan,
+            "move": math.nan,
+            "n_asked": 0.0,
+        }
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:

@@ -48,7 +48,8 @@ def forest(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There is no such coefficient.
+        KeyError: A `Fit` has no such coefficient.
+        ValueError: A `Mixed` has no such coefficient with own effects.
 
     Example:
         >>> import pandas as pd

@@ -74,8 +74,9 @@ def survey(
         16
     """
     local = LocalRows(asked(question, clients.splits), np.arange(clients.clients))
-    about = Outputs(clients.task, clients.outputs)
-    return conduct(question, ask(question, local, aggregation), about)
+    return conduct(
+        question, ask(question, local, aggregation), Outputs(clients.task, clients.outputs)
+    )
 
 
 def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:

@@ -22,7 +22,7 @@ from bayesfl.base.described import described, differences
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import words
 from bayesfl.base.numerics import in_own_modes
-from bayesfl.base.options import suggests, whole
+from bayesfl.base.options import suggests
 from bayesfl.base.protocols import (
     Batch,
     FittedPredictor,
@@ -163,9 +163,7 @@ class ClientModel:
                 or are complex, text, dates or objects; it contains values that are not finite, or
                 tokens beyond an embedding's rows; or `draws` is not an integer >= 0.
         """
-        if draws is not None:
-            whole("draws (None is the paper's number)", draws, least=0)
-            surveying.check_draws(self.steps, draws, self.algorithm)
+        surveying.check_draws(self.steps, draws, self.algorithm)
         return calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
 
     def local_predictions(self, x: Any, *, draws: int | None = None) -> LocalPredictions:

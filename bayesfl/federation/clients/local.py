@@ -391,8 +391,7 @@ def touched(algorithm: Algorithm) -> bool:
 
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
     """Return the initial private state of all clients, [J, ...] each."""
-    rows = algorithm.rows(server)
-    return current().copied(tree_map(lambda t: t.expand(clients, *t.shape), rows))
+    return current().copied(tree_map(lambda t: t.expand(clients, *t.shape), algorithm.rows(server)))
 
 
 def read_rows(tree: Any, ids: np.ndarray) -> Any:

@@ -116,8 +116,7 @@ def of_chunk(
         for split, parts in zip(splits, out, strict=True):
             about: Any = {"client": int(ids[0]), "seed": local.seed, "round": round, "draws": draws}
             rows = rows_of(split, ids)
-            found = of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)
-            parts.append((ids, found))
+            parts.append((ids, of_fitted(algorithm, fitted, done.views["n"], rows, value, **about)))
     return out
 
 

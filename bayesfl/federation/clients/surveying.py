@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import words
+from bayesfl.base.options import whole
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
 from bayesfl.base.surveys import Ask, Survey, answers, together
@@ -207,8 +208,13 @@ def about(result: Any, surveys: Sequence[Survey]) -> Outputs:
     return outputs
 
 
-def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
-    """Raise ValueError if predictions would use another number of draws than the steps' fit."""
+def check_draws(steps: Sequence[Fitted], draws: int | None, algorithm: Algorithm) -> None:
+    """Raise ValueError if the number of draws is no whole number, or another than that of the
+    steps' fit; None stands for the method's own.
+    """
+    if draws is None:
+        return
+    whole("draws (None is the paper's number)", draws, least=0)
     # 0 also stands for the plain mean of a predictor.
     if steps and not (draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)):
         raise ValueError(

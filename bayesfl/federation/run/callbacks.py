@@ -120,8 +120,7 @@ class EarlyStopping:
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
             trained = any(row.get("cohort") for row in history)
-            own = "personal_", "validation_"
-            evaluated = any(key.startswith(own) for key in history.columns)
+            evaluated = any(key.startswith(("personal_", "validation_")) for key in history.columns)
             if evaluated or (trained and result.settings.evaluate_every is None):
                 history[self.column]  # raises an error with similar columns
             return False

@@ -16,7 +16,7 @@ from bayesfl.base.files import folder
 from bayesfl.base.inputs import named
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
-from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
+from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests
 from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
@@ -259,9 +259,7 @@ class Result(Run):
                 "in result.data. Pass one of result.data's splits, or a part of one; for clients "
                 "never seen use result.adapt(...)"
             )
-        if draws is not None:
-            whole("draws (None is the paper's number)", draws, least=0)
-            surveying.check_draws(self.steps, draws, self.algorithm)
+        surveying.check_draws(self.steps, draws, self.algorithm)
         surveying.check_reading(self)
         (predicted,) = self.local_predictions(split, draws=draws)
         return applied(self.steps, predicted)

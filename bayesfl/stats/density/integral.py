@@ -365,8 +365,7 @@ class Integral:
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return f [J, N] at phi [N, q] and z [J, N, d]; minus infinity if it is NaN."""
-        found = self.each(self.density, phi, z)
-        return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+        return self.each(self.density, phi, z).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
 
     def laplace(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return Laplace's log m [J, N] at phi [N, q] and their modes z [J, N, d]."""
@@ -513,8 +512,7 @@ class Differences(Integral):
 
     def values(self, phi: Tensor, z: Tensor) -> Tensor:
         """Return f [1, N]; see `Integral`."""
-        found = self.density(phi, z[0])[None]
-        return found.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+        return self.density(phi, z[0])[None].nan_to_num(-torch.inf, -torch.inf, -torch.inf)
 
     def curvature(self, phi: Tensor, z: Tensor, safe: bool = False) -> tuple[Tensor, Curved]:
         """Return slopes and H by differences; see `Integral`."""

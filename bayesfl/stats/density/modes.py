@@ -120,8 +120,7 @@ def mode(
     Raises:
         ValueError: There is none, or a second one of similar height.
     """
-    rng = generator(seed, Purpose.START)
-    away = torch.from_numpy(rng.standard_normal((STARTS, len(begin))))
+    away = torch.from_numpy(generator(seed, Purpose.START).standard_normal((STARTS, len(begin))))
     away[0] = 0
     free = torch.zeros(STARTS, len(begin), dtype=torch.bool)
     found = climb(target, begin + 2 * away, free, scales)

@@ -111,8 +111,7 @@ def named(name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Return the names of a parameter's entries, such as `beta[0, 1]`."""
     if not shape:
         return (name,)
-    places = product(*map(range, shape))
-    return tuple(f"{name}[{', '.join(map(str, place))}]" for place in places)
+    return tuple(f"{name}[{', '.join(map(str, at))}]" for at in product(*map(range, shape)))
 
 
 def split(parameters: Sequence[Parameter], numbers: Tensor) -> Tensors:

@@ -15,7 +15,6 @@ Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampli
 """
 
 import math
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from bayesfl.base.options import Count
-from bayesfl.base.processes.ranks import current
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import noted
 from bayesfl.federation.clients.surveying import Adder
@@ -178,11 +176,8 @@ class Posterior(Refits):
         Source: Vehtari, Gelman, Gabry, "Practical Bayesian model evaluation using leave-one-out
             cross-validation and WAIC", Statistics and Computing 27, 2017.
         """
-        key = current().every(lambda: secrets.token_hex(16))[0]
         with self.released.also(), other.released.also():
-            here, there = self.used_rows(key), other.used_rows(key)
-        if others := [site for site in here | there if here.get(site) != there.get(site)]:
-            raise ValueError(f"the fits used different rows of {others}; fit both to the same")
+            self._check_rows(other, lambda fit, key: fit.used_rows(key), "so fit both to the same")
         lines = [
             f"A: {self.model}",
             f"B: {other.model}",

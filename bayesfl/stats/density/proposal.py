@@ -274,8 +274,9 @@ class Besides:
         q, half = len(self.centre), count // 2
         points = stats.qmc.Halton(q + 1, rng=int(rng.integers(2**32))).random(half)
         standard, _ = student(points[:, 1:], points[:, 0], self.root)
-        drawn = [self.first.draw(count - half, rng)[0], self.centre + standard @ self.root.T]
-        found = torch.cat(drawn)
+        found = torch.cat(
+            [self.first.draw(count - half, rng)[0], self.centre + standard @ self.root.T]
+        )
         return found, self.log_density(found)
 
     def log_density(self, phi: Tensor) -> Tensor:

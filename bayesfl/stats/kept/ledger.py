@@ -84,8 +84,13 @@ class Ledger:
 
     def note(self, run: int, question: str, answer: str, rule: str = "") -> None:
         """Write a line."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"when": now, "run": run, "question": question, "answer": answer, "rule": rule}
+        line = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": run,
+            "question": question,
+            "answer": answer,
+            "rule": rule,
+        }
         self.lines = [*self.lines, line][-LINES:]
 
     def settled(self, site: "Site") -> "Site":
@@ -199,5 +204,6 @@ class Ledger:
             + (f"refused by {line['rule']}" if line["rule"] else f"answered {line['answer']}")
             for line in self.lines
         ]
-        told = f"Statistics: {self.drawn} log likelihoods at shared draws answered."
-        return "\n".join([told, *lines])
+        return "\n".join(
+            [f"Statistics: {self.drawn} log likelihoods at shared draws answered.", *lines]
+        )

@@ -144,8 +144,7 @@ def paired(sums: Tensors, times: int, skip: int) -> Tensors:
 
 def added(values: Tensor, place: Tensor, size: int) -> Tensor:
     """Return the sums of values [n, ...] by place [n], [size, ...]."""
-    found = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
-    return found.index_add_(0, place, values)
+    return torch.zeros(size, *values.shape[1:], dtype=torch.float64).index_add_(0, place, values)
 
 
 def over_risk_sets(rows: Rows, by_slot: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:

@@ -71,9 +71,7 @@ class PartialLikelihood(OfTimes):
         """Return one site's share; see `SiteSurvey`."""
         rows = self.rows(state["theta"], site)
         if (rows.eta.abs() > LARGEST).any():  # sums without some rows would reveal these
-            shapes = self.shapes(state).items()
-            nothing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes}
-            return nothing | {"n_outside": torch.tensor(1.0)}
+            return newton.outside(self.shapes(state))
         found = efron.moments(rows)
         if self.grid is None:
             found = efron.hazards(found)

@@ -108,8 +108,7 @@ class ByInterval(Exposure):
         expanded = self.by_interval(site)
         weight = self.survey.row_weights(state, expanded)
         row = torch.tensor(expanded.frame.index.to_numpy())
-        found = torch.zeros(*weight.shape[:-1], len(site.x), dtype=torch.float64)
-        return found.index_add(-1, row, weight)
+        return weight.new_zeros(*weight.shape[:-1], len(site.x)).index_add(-1, row, weight)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the next state."""

@@ -205,8 +205,9 @@ class FollowUp(OfTimes):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        names = ("weights", "events", "n_dropped", "horizon")
-        return dict.fromkeys(names, PerClient((self.sites,)))
+        return dict.fromkeys(
+            ("weights", "events", "n_dropped", "horizon"), PerClient((self.sites,))
+        )
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
@@ -285,15 +286,15 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
         ValueError: No site has an event, or as by `followed`.
     """
     found = asked.first(lambda count: FollowUp(time, event, count))
-    names = asked.sites.names
     rows, events, dropped = (
-        counted(names, found[key]) for key in ("weights", "events", "n_dropped")
+        counted(asked.sites.names, found[key]) for key in ("weights", "events", "n_dropped")
     )
     if not any(events.values()):
         raise ValueError(f"no site has an event in {event!r}")
     horizon = lattice.at(int(found["horizon"].max()), 1)
-    marks = tuple(float(f"{horizon * k / 10:.1e}") for k in range(1, 11))
-    return Followed(rows, events, dropped, marks)
+    return Followed(
+        rows, events, dropped, marks=tuple(float(f"{horizon * k / 10:.1e}") for k in range(1, 11))
+    )
 
 
 @dataclass(frozen=True)

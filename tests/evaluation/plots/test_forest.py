@@ -97,9 +97,7 @@ def test_a_term_that_is_no_coefficient_is_refused():
     rows = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
     sites = bf.stats.tables({"a": rows, "b": rows}, outcome="ill", terms=["dose"])
     made = bf.stats.glm(sites, family="binomial")
-    with pytest.raises(
-        ValueError, match=r"no coefficient 'sex'; there are \['\(intercept\)', 'dose'"
-    ):
+    with pytest.raises(KeyError, match="sex"):
         bf.plots.forest(made, term="sex")
 
 
