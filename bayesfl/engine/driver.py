@@ -54,9 +54,12 @@ class Engine:
         chunk: Number C of clients computed together. None selects it, on a CPU from the cohort and
             the size of the weights, on a GPU from the size of the weights and the free memory; the
             size of activations is not considered, so set it if these are large.
-        microbatch: Maximum number of a client's rows that a gradient step or a prediction computes
-            together, so that memory holds the activations of these only; a step then computes each
-            forward pass twice. None for all rows.
+        microbatch: Maximum number of a client's rows that gradient steps and a run's predictions
+            compute together; None for all. Memory then holds the activations of these, but outputs
+            and features of all rows. A gradient step computes the forward pass twice and adds the
+            gradients of microbatches, so backward hooks and `scale_grad_by_freq` see one at a time.
+            Dropout and batch norm in training mode are refused. Phases with steps of their own,
+            curvature and predictions by Laplace take all rows.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
             number of cores available to this process, divided by the number of ranks on this
             machine (1 on a GPU, and with the kernel `vmap`, whose Python code holds the
