@@ -142,19 +142,25 @@ def fedpac_paper_answer() -> str:
         likely = min(found, key=lambda name: statistics.fmean(found[name]["nll"]))
         still(likely == "FedPAC")
         rows = {
-            name: statistics.fmean(row["accuracy"])
+            name: [
+                statistics.fmean(row[key]) for key in ("accuracy", "trained_accuracy") if key in row
+            ]
             for name, row in found.items()
             if len(row["accuracy"]) == 3
         }
-        still(len(rows) >= 11 and max(rows, key=lambda name: rows[name]) == "FedPAC")
-        lead = rows.pop("FedPAC") - max(rows.values())
+        lead = rows.pop("FedPAC")[0] - max(map(max, rows.values()))
+        still(len(rows) >= 10 and lead > 0)
         leads.append(f"{lead:.3f} on {part}")
+    for part in ("uniform 0", "uniform 1"):
+        found = paper_rows("fedpac", f"Fashion-MNIST, {part}")
+        still(max(found, key=lambda name: statistics.fmean(found[name]["accuracy"])) == "FedPAC")
     return said(
         f"""
-        Yes, on the two small sets, with 200 images a client: FedPAC is more accurate than the next
-        method by {" and ".join(leads)}, and it also has the lowest NLL. Fashion-MNIST and the two
-        figures are not run yet: {there} of {planned} planned cells are there. The paper's own
-        numbers are lost to us.
+        Yes, on the two small sets, with 200 images a client: FedPAC is more accurate than every
+        other method, also after local training, by {" and ".join(leads)}, and has the lowest NLL.
+        In the figure on heterogeneity no other method is ahead. Fashion-MNIST's table and concept
+        shift are not run yet ({there} of {planned} planned cells are), and the paper's numbers are
+        lost.
         """
     )
 

@@ -9,12 +9,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bayesfl import stats
 from bayesfl.data.names import natural
-from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figure
+from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, finish, lines, new_figure
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
@@ -165,18 +166,38 @@ def pfedvem_paper() -> Figure:
 
 
 def fedpac_paper() -> Figure:
-    """Accuracy on Fashion-MNIST as far as it was run, and on digits."""
+    """Accuracy on digits and on the sets that were run, and by the share of uniform data."""
     digits = TABLES["results"]("fedpac_digits")["rows"]
     tables = {
         f"digits, {kind}": {name: row["before_accuracy"] for name, row in rows.items()}
         for kind, rows in digits.items()
     }
+    shares: dict[float, dict[str, list[float]]] = {}
     for part in TABLES["results"]("papers/fedpac")["plan"]:
         rows = TABLES["_paper"]("fedpac", part)
         if any(rows.values()):
-            tables[part] = {name: row.get("accuracy", []) for name, row in rows.items()}
-    figure = new_figure((4 * len(tables), 3.6))
-    axes = figure.subplots(1, len(tables), squeeze=False)[0]
+            shown = {name: row.get("accuracy", []) for name, row in rows.items()}
+            if share := part.partition(", uniform ")[2]:
+                shares[float(share)] = shown
+            else:
+                tables[part] = shown
+    figure = new_figure((4 * (len(tables) + 1), 3.6))
+    *axes, last = figure.subplots(1, len(tables) + 1)
+    for one in lines(next(iter(shares.values()))):
+        found = {share: rows[one["label"]] for share, rows in sorted(shares.items())}
+        found = {share: seeds for share, seeds in found.items() if seeds}
+        errors = [
+            np.std(seeds, ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+            for seeds in found.values()
+        ]
+        last.errorbar(list(found), list(map(np.mean, found.values())), errors, marker="o", **one)
+    finish(
+        last,
+        "Fashion-MNIST, 200 images a client",
+        legend=True,
+        xlabel="share of uniform data",
+        ylabel="accuracy",
+    )
     for ax, (part, rows) in zip(axes, tables.items(), strict=True):
         named(ax, list(rows), part)
         spots(ax, list(rows.values()), OKABE_ITO[0], "accuracy")

@@ -794,13 +794,18 @@ def _not_run(name: str, part: str) -> str:
     saved = results(f"papers/{name}")
     missing: dict[str, list[str]] = {}
     failed: dict[str, list[str]] = {}
+    diverged: list[str] = []
     for method in saved["plan"][part]["methods"]:
         seeds = saved["plan"][part]["seeds"]
         cells = [saved["cells"].get(f"{part}/{method}/{seed}") for seed in seeds]
         if gone := [str(seed) for seed, cell in zip(seeds, cells, strict=True) if cell is None]:
             missing.setdefault(", ".join(gone), []).append(method)
-        for error in {cell["error"] for cell in cells if cell and "error" in cell}:
+        errors = [cell["error"] for cell in cells if cell and "error" in cell]
+        far = [error for error in errors if error.startswith("DivergenceError")]
+        for error in sorted({*errors} - {*far}):
             failed.setdefault(error.split("\n")[0], []).append(method)
+        if far:
+            diverged.append(f"{method} diverged in {len(far)} of {len(cells)} seeds.")
     told = [
         f"Not run: seeds {seeds} of "
         + ("all." if of == saved["plan"][part]["methods"] else f"{'; '.join(of)}.")
@@ -808,7 +813,7 @@ def _not_run(name: str, part: str) -> str:
     ]
     # What an error says, without its remedy.
     told += [f"{'; '.join(of)}: {error.split(';')[0].rstrip('.')}." for error, of in failed.items()]
-    return " ".join(told) or "All planned cells were run."
+    return " ".join([*told, *diverged]) or "All planned cells were run."
 
 
 def _beside_paper(name: str, part: str, columns: list[report.Column]) -> str:
