@@ -1,7 +1,5 @@
 """What all tests share."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -11,11 +9,6 @@ from bayesfl.data import FederatedData
 from tests.cases import federation
 
 torch.set_num_threads(1)  # torch's own threads stall beside any other busy process
-# One core for each process of pytest: a run then has one worker, as two on a busy core take a fifth
-# more time.
-if (place := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(place.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture(autouse=True)
