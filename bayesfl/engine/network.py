@@ -179,14 +179,14 @@ def in_microbatches(kernel: Kernel, most: int) -> Kernel:
             through: bool,
             rows: Rows = Rows(),
         ) -> Pass:
-            axis, weight = 1 + lifted, rows.weight
+            # No layer here reads `rows`: `Engine` refuses norms and draws in training mode.
+            axis = 1 + lifted
             starts = range(0, first(x).shape[axis], most)
 
             def part(start: int, slopes: dict[str, Tensor], through: bool) -> Pass:
                 own = slice(start, start + most)
                 here = each(lambda t: t[:, :, own] if lifted else t[:, own], x)
-                weights = None if weight is None else weight[:, own]
-                return whole(leaves, slopes, here, lifted, through, replace(rows, weight=weights))
+                return whole(leaves, slopes, here, lifted, through)
 
             if len(starts) == 1:
                 return part(0, slopes, through)

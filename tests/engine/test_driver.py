@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_batched(
 def test_microbatches_change_no_number(
     model: nn.Module, clients: FederatedData, kernel: KernelName, method: Any
 ):
-    """Three rows at once of batches of ten, whose last has fewer: steps, losses and predictions."""
+    """Three rows at once of each batch, whose last piece has fewer: steps, losses, predictions."""
     engines = bf.Engine(kernel), bf.Engine(kernel, microbatch=3)
     one, other = (run(method(model), clients, 2, engine=engine) for engine in engines)
     assert_close(other.server, one.server, atol=1e-10, rtol=0)
