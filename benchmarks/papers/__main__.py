@@ -103,7 +103,7 @@ def done(
         found = {"value": run.measures("last", None)[part.by]}
     else:
         found = part.measure(run, run.load())
-        found |= {"data": run.record.data}
+        found |= {"data": run.record.data, "often": run.record.often}
     return {"options": options, **found, "environment": run.record.environment}
 
 

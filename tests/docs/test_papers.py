@@ -82,6 +82,8 @@ def test_a_table_cell_by_cell(command):
         "rounds": 2,
     }
     assert (saved["place"], saved["published"]["FedAvg"]) == ("Table 1", {"accuracy": 50.0})
+    often = parts("reduced")["digits"].data(seed=1).most_frequent("test")
+    assert cells["digits/FedAvg/1"]["often"] == pytest.approx(often.mean())
     assert command()[1] == ["0 runs are left, about 0.0 hours"]
     before = cells["digits/FedAvg/1"].pop("rows")["FedAvg"]
     del cells["digits/FedAvg/1"]
