@@ -455,7 +455,7 @@ def rows(quick: bool) -> dict[str, Row]:
         "resnet": fedavg("ResNet-18, batch norm, 4 x 100", resnet, photos, 5, (0.8, 1.05), 3),
         "resnet_short": fedavg("the same, one epoch", resnet, photos, 1, (0.8, 1.05), 5),
         "pfedvem": beside_bare("pFedVEM, 10 clients, 5 draws", vem_loop, vem, ten, (0.4, 0.6), 15),
-        "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
+        "pfedvem_held": beside("pFedVEM, fixed variances", held, "pFedVEM", vem, ten, 1.05),
         "pfedvem_watched": beside(looked, vem, "unwatched", vem, ten, None, ways=watched),
         "fedsi_contrasts": beside(
             predicted, contrasts, "class-wise", by_class, predicting, 1.05, 7, ways=twice, **mixed

@@ -31,12 +31,14 @@ DRAWS = 20
 OTHERS: dict[str, Any] = {"batch_size": 50, "optimiser": SGD(0.01, momentum=0.9)}
 METHODS: dict[str, Any] = {
     "pFedVEM": partial(bf.algorithms.pfedvem, init_scale=0.1),
-    "pFedVEM, scales held": bf.algorithms.pfedvem_held,
+    "pFedVEM, fixed variances": bf.algorithms.pfedvem_held,
     "pFedMAP": bf.algorithms.pfedmap,
     "FedRep": partial(bf.algorithms.fedrep, head_epochs=5, body_epochs=5, **OTHERS),
     "Local": partial(bf.algorithms.local, epochs=5, **OTHERS),
     "pFedVEM, start 1": bf.algorithms.pfedvem,
-    "pFedVEM, scales held, prior scale 0.1": partial(bf.algorithms.pfedvem_held, prior_scale=0.1),
+    "pFedVEM, fixed variances, prior scale 0.1": partial(
+        bf.algorithms.pfedvem_held, prior_scale=0.1
+    ),
     "pFedMAP, precision 100": partial(bf.algorithms.pfedmap, precision=100.0),
 }
 DRAWN = list(METHODS)[:5]

@@ -7,7 +7,8 @@ sets, alarms and answers keep their word.
 validation and 20 % for calibration; digits has all its rows. Every method is trained once and
 measured as it is, with a pooled temperature, with each client's own, with that and a bias, and with
 sets. *sets*: coverage of thresholds on made-up scores. *alarms*: how often an alarm is false.
-*answers*: how often an abstention's promise is broken. *speed*: seconds to calibrate 1,000 clients
+*answers*: how often an abstention's promise is broken. *images*: coverage of FedAvg's own sets from
+calibration rows of the training images and from as many of the test images. *speed*: seconds to calibrate 1,000 clients
 of 100 rows, beside one prediction pass, and looks a second of an alarm.
 
 Results: benchmarks/results/promises.json; `python docs/tables.py` writes the page from them.
@@ -48,6 +49,7 @@ EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BIN
 STEPS = {"epochs": 2, "batch_size": 20}
 SPLIT = {"head_epochs": 5, "body_epochs": 2, "batch_size": 20, "init_scale": 0.1}
 HEAVY = SGD(0.05, momentum=0.9)
+PARTS: dict[str, Any] = {"alpha": 0.3, "max_size": 300, "validation": 0.15, "calibration": 0.2}
 SHRINKS = {"own": 0.0, "shrunk": 20.0, "pooled": math.inf}
 METHODS: dict[str, Make] = {
     "FedAvg": partial(bf.algorithms.fedavg, optimiser=HEAVY, **STEPS),
@@ -65,9 +67,8 @@ METHODS: dict[str, Make] = {
 
 def methods(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """What the steps do for every method on a data set, seed by seed."""
-    parts = {"alpha": 0.3, "max_size": 300, "validation": 0.15, "calibration": 0.2}
     table = bf.Study(
-        data=partial(bf.data.dirichlet, dataset, clients=20, **parts),
+        data=partial(bf.data.dirichlet, dataset, clients=20, **PARTS),
         model=lambda clients, seed: bf.models.mlp(
             clients.inputs, hidden=100, outputs=clients.outputs, seed=seed
         ),
@@ -230,6 +231,32 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
     return share | {"answered, fixed sequence": float(np.mean(answered))}
 
 
+def by_images(splits: int) -> dict[str, float]:
+    """Coverage of FedAvg's sets from a client's own scores, on Fashion-MNIST: mean over clients,
+    random halves of the test images and three seeds.
+    """
+    rng, found = torch.Generator().manual_seed(0), {"training": [], "test": []}
+    for seed in (0, 1, 2):
+        data = bf.data.dirichlet("fashion-mnist", clients=20, seed=seed, **PARTS)
+        model = bf.models.mlp(data.inputs, hidden=100, outputs=data.outputs, seed=seed)
+        method = METHODS["FedAvg"](model)
+        result = bf.simulate(
+            method, data, rounds=50, seed=seed, evaluate_every=None, progress=False
+        )
+        for held, test in zip(
+            *map(lac, result.local_predictions(data.calibration, data.test)), strict=True
+        ):
+            if len(held) < 10:
+                continue
+            for _ in range(splits):
+                mixed = test[torch.randperm(len(test), generator=rng)]
+                other, rest = mixed.split([len(held), len(test) - len(held)])
+                for name, scores in (("training", held), ("test", other)):
+                    limit = scores.sort().values[rank(len(held)) - 1]
+                    found[name].append(float((rest <= limit).double().mean()))
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
 def speed() -> dict[str, float]:
     """Seconds for 1,000 clients of 100 rows and ten classes, and looks a second."""
     clients, rows = 1000, 100
@@ -271,10 +298,11 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
         "sets": partial(on_made_up_scores, 20 if quick else 4000),
         "alarms": partial(false_alarms, *((20, 100) if quick else (10_000, 2000))),
         "answers": partial(broken_answers, 5 if quick else 2000),
+        "images": partial(by_images, 20),
         "speed": speed,
     }
     for name, part in parts.items():
-        if not (quick and name == "speed"):
+        if not (quick and name in ("images", "speed")):
             start, row = time.perf_counter(), part()
             made = {"seconds": time.perf_counter() - start, "environment": report.environment()}
             cells[name] = {"row": row, **made}

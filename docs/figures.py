@@ -341,17 +341,20 @@ def promises_answer() -> str:
     still(all(of(*one, "shrunk_worst") > of(*one, "pooled_worst") for one in names))
     rivals = ("quantile_of_quantiles_worst", "mean_of_quantiles_worst")
     behind = sum(of(*one, "shrunk_worst") < max(of(*one, key) for key in rivals) for one in names)
-    fashion = "fashion-mnist"
+    fashion, bias = "fashion-mnist", ("row", "nll_b")
+    pair = [cells("promises", f"methods/digits/{m}/*", *bias) for m in ("FedAvg-FT", "pFedVEM")]
+    lead = minus(*pair)
+    still(abs(statistics.fmean(lead)) < statistics.stdev(lead) / len(lead) ** 0.5)
     worst = [(of(*one, "shrunk_worst"), *(of(*one, key) for key in rivals)) for one in names]
     still(all(max(w) == w[0] for w, one in zip(worst, names, strict=True) if one[0] == fashion))
     return said(
         f"""
-        No: once every method has a temperature and a bias, FedAvg with fine-tuning has the lowest
-        NLL on digits and MNIST, and Ditto on Fashion-MNIST. The bias matters most for one global
+        Not at the fixed rates of this page: once every method has a temperature and a bias, FedAvg
+        with fine-tuning has the lowest NLL on MNIST, on digits it equals pFedVEM within a standard
+        error, and Ditto has the lowest on Fashion-MNIST. The bias matters most for one global
         model: it lowers FedAvg's NLL on Fashion-MNIST from {of(fashion, "FedAvg", "nll_t"):.3f} to
         {of(fashion, "FedAvg", "nll_b"):.3f} nats. Shrunk sets cover better at the worst client
-        than pooled ones in every row, but a rival does better still in {behind} of {len(names)}
-        rows, none of them on Fashion-MNIST.
+        than pooled ones in every row, but other sets do better still in {behind} of {len(names)}.
         """
     )
 
@@ -366,14 +369,16 @@ def truth_answer() -> str:
     mixed = min(held(kind, "bf.stats.mixed") for kind in ("linear", "logistic"))
     still(found["shared/fedavg, PooledLaplace"]["true"] and found["linear/fedavg, heads"]["true"])
     still(found["logistic/fedavg, heads"]["true"])
+    ours = ("fedsi, half the weights", "fedsi_fac", "fedsi_full")
+    still(not any(found[f"{kind}/{way}"]["true"] for kind in ("shared", "network") for way in ours))
     return said(
         f"""
-        Those of `bf.stats.mixed`, `result.heads()` and `result.laplace()` do, within the errors of
-        the test; the first contain clients' own coefficients in at least {mixed:.2f} of cases.
-        Posteriors that training itself makes are too narrow: `pfedvem`'s cover in
-        {held("logistic", "pfedvem"):.2f} of cases for a logistic model. FedSI's are too wide for a
-        linear model and cover in {held("network", "fedsi, half the weights"):.2f} of cases for a
-        network of 21 weights.
+        Those of `bf.stats.mixed`, `result.heads()` and `result.laplace()` with a full covariance
+        do, within the errors of the test; the first contain clients' own coefficients in at least
+        {mixed:.2f} of cases. Posteriors that training itself makes are too narrow: `pfedvem`'s
+        cover in {held("logistic", "pfedvem"):.2f} of cases for a logistic model. FedSI's three
+        posteriors fail on both models, and `fedsi` covers in
+        {held("network", "fedsi, half the weights"):.2f} of cases for a network of 21 weights.
         """
     )
 
@@ -383,6 +388,7 @@ def same_digits_answer() -> str:
     saved = results("same_digits")
     exact = [row["coefficient"] for name, row in saved["rows"].items() if "random" not in name]
     mixed = max(row["coefficient"] for name, row in saved["rows"].items() if "random" in name)
+    errors = max(row.get("error", 0) for row in saved["rows"].values())
     pairs = [
         (a, b)
         for one in saved["published"]
@@ -393,9 +399,9 @@ def same_digits_answer() -> str:
     return said(
         f"""
         Yes: coefficients, curves and test statistics differ from the pooled fit's by
-        {max(exact):.0e} at most where the other library is run to full convergence, and by
-        {mixed:.0e} for a random intercept and slope, where MixedLM stops at its gradient tolerance.
-        All published coefficients and standard errors of Cox regressions agree to five decimals. A
+        {max(exact):.0e} at most where the other library is run to full convergence; of mixed
+        models, which MixedLM stops at its gradient tolerance, coefficients differ by {mixed:.0e}
+        and standard errors by {errors:.0e}. Published Cox regressions agree in every decimal. A
         logistic regression of a million rows over 100 sites takes
         {many["shared"] / many["rival"]:.1f} times as long as statsmodels' on the pooled rows.
         """
@@ -407,6 +413,8 @@ def densities_answer() -> str:
     rows = results("densities")["rows"]
     known = [row for row in rows.values() if row["reference"] == "posteriordb"]
     heart = rows["heart disease, hierarchy"]
+    faster = heart["effective"] / heart["seconds"] / heart["rival_effective"]
+    faster *= heart["rival_seconds"]
     still(
         min(row["least_sd"] for row in known) > 0.97 and max(row["most_sd"] for row in known) < 1.03
     )
@@ -414,9 +422,9 @@ def densities_answer() -> str:
         f"""
         Nearly: for the models of posteriordb, posterior means differ from the reference's by at
         most {max(row["mean"] for row in known):.3f} of its standard deviations, and standard
-        deviations by two per cent. For a logistic hierarchy over four hospitals the means differ by
-        at most {heart["mean"]:.2f} standard deviations from a long chain on the pooled rows. That
-        fit is {heart["rival_seconds"] / heart["seconds"]:.0f} times as fast as the chain.
+        deviations by two per cent. For a logistic hierarchy over four hospitals, standard
+        deviations are at least {heart["least_sd"]:.2f} of those of a long chain on the pooled rows.
+        For the same number of effective draws that fit is {faster:.1f} times as fast as the chain.
         """
     )
 
@@ -427,7 +435,7 @@ def long_training_answer() -> str:
     def at(data: str, method: str, when: int) -> str:
         return mean(cells("pfedvem", f"{data}/{method}/*", "milestones", str(when), "accuracy"))
 
-    held, tight = "pFedVEM, scales held", "pFedVEM, scales held, prior scale 0.1"
+    held, tight = "pFedVEM, fixed variances", "pFedVEM, fixed variances, prior scale 0.1"
     for data in ("mnist", "fashion-mnist"):
         still(at(data, tight, 800) <= at(data, "pFedVEM", 800) < at(data, "pFedVEM", 20))
     best = cells("papers/fedsi", "mnist/fedbabu/*", "rows", "FedBABU", "nll_pooled")
@@ -458,14 +466,20 @@ def speed_answer() -> str:
     def faster(name: str, side: str) -> str:
         return f"{1 / rows[name]['sides'][side]['ratio']:.1f}"
 
+    two = [
+        rows[name]["sides"]["bare, 2 threads"]["ratio"] / rows[name]["sides"]["2 workers"]["ratio"]
+        for name in ("transformer", "resnet")
+    ]
+    beside = max(two) - 1
+    still(min(two) > 1)
     large = [faster(name, "1 worker") for name in ("transformer", "resnet")]
     still(large == ["1.0", "1.0"] and min(curvature) > 1)
     return said(
         f"""
         With ten clients and a small network, a FedAvg round is {faster("mlp10", "1 worker")} times
         as fast as a plain PyTorch loop on one worker and {faster("mlp10", "2 workers")} times on
-        two. Large networks are trained client by client, as fast as the loop on one worker and
-        {faster("transformer", "2 workers")} times as fast on two. Curvature takes less time than
+        two. Large networks are trained client by client, as fast as the loop on one worker, and on
+        two up to {beside:.0%} faster than the loop with two threads. Curvature takes less time than
         laplace-torch's in every comparison that ran in full.
         """
     )

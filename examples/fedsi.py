@@ -92,9 +92,9 @@ TITLES = {
     "fedbabu": "FedBABU",
     "fedavg_ft": "FedAvg-FT",
     "pfedvem": "pFedVEM",
-    "pfedvem_held": "pFedVEM, scales held",
+    "pfedvem_held": "pFedVEM, fixed variances",
 }
-COVERED = ("FedSI", "FedSI, whole body, contrasts", "FedAvg-FT", "pFedVEM, scales held, mean")
+COVERED = ("FedSI", "FedSI, whole body, contrasts", "FedAvg-FT", "pFedVEM, fixed variances, mean")
 QUALITY = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),

@@ -5,7 +5,7 @@ a network of two inputs.
     python examples/networks.py  # real data, minutes
 
 Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM with
-scales held, and some predict by a Laplace approximation, too:
+fixed variances, and some predict by a Laplace approximation, too:
 
 - `resnet`: ResNet-18 as torchvision builds it, batch norms in training mode, on images stored as
   bytes. A transform makes floats of them whenever they are read, an augmentation shifts them in
@@ -172,7 +172,7 @@ def resnet(size: Size, root: Path | None) -> Part:
         "FedAvg": partial(bf.algorithms.fedavg, **steps),
         "FedBN": partial(bf.algorithms.fedbn, **steps),
         # Averages of statistics would leave a personal head with other features than it learned on.
-        "pFedVEM, scales held, group norms": lambda model: bf.algorithms.pfedvem_held(
+        "pFedVEM, fixed variances, group norms": lambda model: bf.algorithms.pfedvem_held(
             bf.models.group_norm(model), body_epochs=1, batch_size=40, **adam
         ),
     }
@@ -224,7 +224,7 @@ def transformer(size: Size, root: Path | None) -> Part:
     methods: dict[str, Make] = {
         "FedAvg": partial(bf.algorithms.fedavg, **steps),
         "FedBN": partial(bf.algorithms.fedbn, **steps),
-        "pFedVEM, scales held": partial(
+        "pFedVEM, fixed variances": partial(
             bf.algorithms.pfedvem_held, body_epochs=1, batch_size=50, body_optimiser=Adam(3e-3)
         ),
     }
@@ -289,7 +289,7 @@ def adapters(size: Size, root: Path | None) -> Part:
         "Own adapters, one head": lambda model: bf.Algorithm(
             model, blocks, (own,), parts=both, adapt=(own,)
         ),
-        "pFedVEM, scales held": partial(bf.algorithms.pfedvem_held, batch_size=20, **adam),
+        "pFedVEM, fixed variances": partial(bf.algorithms.pfedvem_held, batch_size=20, **adam),
     }
     laplace = {
         "FedAvg, Laplace": ("FedAvg", LinearisedLaplace()),
@@ -408,7 +408,7 @@ def two_inputs(size: Size, root: Path | None) -> Part:
     methods: dict[str, Make] = {
         "FedAvg": partial(bf.algorithms.fedavg, optimiser=heavy, **steps),
         "FedBN": partial(bf.algorithms.fedbn, optimiser=SGD(0.05), **steps),
-        "pFedVEM, scales held": partial(
+        "pFedVEM, fixed variances": partial(
             bf.algorithms.pfedvem_held, body_epochs=2, batch_size=20, body_optimiser=heavy
         ),
     }

@@ -85,7 +85,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem_held": (
         pfedvem_held,
-        "pFedVEM, scales held",
+        "pFedVEM, fixed variances",
         "after Zhu, Ma, Blaschko, FL-NeurIPS 2022",
     ),
     "clustered": (clustered, "Clustered FL", "Sattler, Müller, Samek, TNNLS 2021"),

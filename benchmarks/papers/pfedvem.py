@@ -57,7 +57,7 @@ def methods(passes: int) -> dict[str, Make]:
         "FedPer": whole(bf.algorithms.fedper),
         "pFedMAP": tied(bf.algorithms.pfedmap),
         "pFedVEM": tied(bf.algorithms.pfedvem),
-        "pFedVEM, scales held": tied(bf.algorithms.pfedvem_held),
+        "pFedVEM, fixed variances": tied(bf.algorithms.pfedvem_held),
         "FedPAC": lambda model, rate: bf.algorithms.fedpac(
             model, head_optimiser=heavy(rate), body_optimiser=heavy(rate), **own
         ),
