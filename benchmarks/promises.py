@@ -8,8 +8,8 @@ validation and 20 % for calibration; digits has all its rows. Every method is tr
 measured as it is, with a pooled temperature, with each client's own, with that and a bias, and with
 sets. *sets*: coverage of thresholds on made-up scores. *alarms*: how often an alarm is false.
 *answers*: how often an abstention's promise is broken. *images*: coverage of FedAvg's own sets from
-calibration rows of the training images and from as many of the test images. *speed*: seconds to calibrate 1,000 clients
-of 100 rows, beside one prediction pass, and looks a second of an alarm.
+calibration rows of the training images and from as many of the test images. *speed*: seconds to
+calibrate 1,000 clients of 100 rows, beside one prediction pass, and looks a second of an alarm.
 
 Results: benchmarks/results/promises.json; `python docs/tables.py` writes the page from them.
 """
@@ -233,7 +233,7 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
 
 def by_images(splits: int) -> dict[str, float]:
     """Coverage of FedAvg's sets from a client's own scores, on Fashion-MNIST: mean over clients,
-    random halves of the test images and three seeds.
+    random splits of the test images and three seeds.
     """
     rng, found = torch.Generator().manual_seed(0), {"training": [], "test": []}
     for seed in (0, 1, 2):
