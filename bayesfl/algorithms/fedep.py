@@ -80,12 +80,9 @@ def fedep(
         (Once(begin), climb, Once(project, data=True, batched=False)),
         parts=("w",),
         likelihood=likelihood,
-        server=factors.server,
-        broadcast=("size",),
-        private=factors.private,
-        leave=factors.leave,
         adapt=(Once(join),),  # who joins has no factor in q before its first round
         draws=10,
+        **factors.entries,
     )
 
 

@@ -9,8 +9,8 @@ new one.
 where $d_i$ is the squared distance between features, the inputs of the model's head, divided by
 their number. The common model is FedAvg's; rows and their features stay on the client.
 
-Each client chooses lam on its own validation rows, as in the paper, in steps of 0.05 (the authors'
-code: of 0.01). The default of `scale` is that of the authors' code.
+Each client chooses lam in [0, 1) on its own validation rows, as in the paper, in steps of 0.05 (the
+authors' code: of 0.01). The default of `scale` is that of the authors' code.
 
 Source: Marfoq, Neglia, Kameni, Vidal, "Personalized federated learning through local memorization",
 ICML 2022, equations 5 to 8.

@@ -84,12 +84,9 @@ def pvi(
         (Once(begin), fit, Once(refine)),
         parts=("w",),
         likelihood=likelihood,
-        server=factors.server,
-        broadcast=("size",),
-        private=factors.private,
-        leave=factors.leave,
         adapt=(Once(join),),  # who joins has no factor in q before its first round
         draws=10,
+        **factors.entries,
     )
 
 

@@ -7,13 +7,14 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.described import described
 from bayesfl.base.inputs import Inputs, each
@@ -94,10 +95,6 @@ class Algorithm:
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
             `uplink` has the cohort's reports and the blocks with a stacked pool, each [C, ...], "n"
             and "ids" [C], and the numbers "round" (from 1), "rounds" and "clients" J.
-        leave: (server, private) -> the server's changed entries when a run begins from another by
-            `start=`, for each client of the earlier run that has left, with the private state that
-            it took along. Over a network the server does not have this state, and warns. None if
-            nothing of a client is to be taken out.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of
@@ -107,9 +104,12 @@ class Algorithm:
         train: The paper's choice of clients that train: the `cohort`, or `all`, with only the
             cohort gathered.
         sampling: The paper's way to draw a cohort: `fixed` or `bernoulli`.
-        tally: Whether the server has the mean of all clients' private state. Then only clients
-            whose work is gathered train, and if a client of an earlier run has left, all start as
-            new ones.
+        tally: Whether the server has the mean or product of all clients' private state. Then only
+            clients whose work is gathered train, and if a client of an earlier run has left, all
+            start as new ones, unless there is `rebuild`.
+        rebuild: (server, private) -> the server's changed entries when a run begins from another by
+            `start=`, from the private state of its clients, [J, ...]. Over a network the server
+            does not have this state, keeps its own entries, and warns. None for no changes.
         watch: (algorithm, phase, given, view, batch, client's name) -> {kind: warning} on a
             client's training; a run emits each kind once. It is called before each training phase
             of rounds 1, 2, 4, 8 and so on, for the client of each chunk with the most examples.
@@ -146,7 +146,6 @@ class Algorithm:
     private: Mapping[str, Any] = field(default_factory=dict)
     reports: Mapping[str, Any] = field(default_factory=dict)
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
-    leave: Callable[[Server, View], Server] | None = None
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
     predictor: Predictor | None = None
@@ -154,6 +153,7 @@ class Algorithm:
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
     tally: bool = False
+    rebuild: Callable[[Server, View], Server] | None = None
     watch: Callable[[Any, Any, Server, View, Batch, str], Mapping[str, str]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -310,9 +310,9 @@ class Algorithm:
         """
         if self.tally and train == "all" and participation < 1:
             raise ValueError(
-                f"train='all' with participation={participation:g} changes the private state of "
-                "all clients, whose mean the server has, and gathers only a part of the changes: "
-                "leave train out, or pass participation=1"
+                "train='all' changes the private state of all clients, and the server, which has "
+                "its mean or product, gathers the cohort's changes only: leave train out, or let "
+                "all clients take part in every round"
             )
         return train or self.train
 
@@ -676,14 +676,16 @@ class Algorithm:
         return {name: view[name] for name in self.reports if name in view}
 
     def check_reported(self, started: View, ended: View) -> None:
-        """Check that a client's reports still have the declared shapes and dtypes.
+        """Check that a client's reports still have the declared shapes and dtypes, and that no
+        phase misspelt the name of an entry that the method declares.
 
         Args:
             started: A view at the start of a round, which has the declared shapes and dtypes.
             ended: The same view after the round.
 
         Raises:
-            ValueError: A phase has changed the shape or dtype of an entry.
+            ValueError: A phase has changed the shape or dtype of an entry, or returned one that is
+                not declared while a declared one with a similar name stayed as it was.
         """
         before, after = (
             {
@@ -699,6 +701,14 @@ class Algorithm:
                     f"`reports` declares {name!r} as {one}, but a phase returns {other}; give "
                     "`reports` a start of that form"
                 )
+        for name in ended.keys() - started.keys():
+            for meant in get_close_matches(name, [*self.private, *self.reports], cutoff=0.75):
+                leaves = zip(tree_leaves(started[meant]), tree_leaves(ended[meant]), strict=True)
+                if all(torch.equal(*both) for both in leaves):
+                    raise ValueError(
+                        f"a phase returns {name!r}, which the method does not declare, and leaves "
+                        f"{meant!r}, which it declares, as it was; give both one name"
+                    )
 
     def uplink(self, server: Server) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of every tensor that a client sends, without "n", which the

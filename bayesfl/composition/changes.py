@@ -44,7 +44,8 @@ def with_server_optimiser(
     Raises:
         ValueError: At the start of a run: the method already has an optimiser on the server, or
             sends different models to clients or clusters (D-FedEM, FedPAC, clustered FL); a step on
-            the gathered block would not change these.
+            the gathered block would not change these. The blocks are the product of clients'
+            factors (PVI, FedEP), which they would no longer be.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
@@ -56,6 +57,11 @@ def with_server_optimiser(
         >>> list(fedadam.init(1))
         ['w', 'server_optimiser']
     """
+    if algorithm.rebuild is not None:
+        raise ValueError(
+            "the method's posterior is made of clients' private states, as the product of their "
+            "factors; a step of an optimiser on the server would change it alone: leave it out"
+        )
     gathered = [
         name
         for name, block in algorithm.blocks.items()
@@ -70,7 +76,7 @@ def with_server_optimiser(
 
     def start(blocks: Server, clients: int) -> Server:
         now, own = entries(blocks), algorithm.server(blocks, clients)
-        common, addressed = algorithm.to_one({**blocks, **own})
+        common, addressed = algorithm.to_one(algorithm.redrawn({**blocks, **own}, seed=0, round=0))
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
                 "an optimiser on the server changes blocks that all clients receive, but this "

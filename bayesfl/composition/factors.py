@@ -64,18 +64,18 @@ class Factors:
         pool = PrecisionWeighted(posterior=self.posterior, prior=self._received)
         return Block(posterior=self.posterior, start=standard_normal(0.0), pool=pool)
 
-    def server(self, blocks: Server, clients: int) -> Server:
-        """Return the number of clients, which everyone receives; see `Algorithm`."""
-        return {"size": float(clients)}
-
-    def leave(self, server: Server, private: View) -> Server:
-        """Return q without the factor of a client that leaves; see `Algorithm`."""
-        return {self.block: self.without(server[self.block], private["factor"])}
-
     @property
-    def private(self) -> dict[str, Any]:
-        """Return the entries that each client keeps, for `Algorithm(private=...)`."""
-        return {"factor": self._none}
+    def entries(self) -> dict[str, Any]:
+        """Return what a method with factors has beside its blocks, for `Algorithm(**entries)`: each
+        client keeps its `factor`, and receives the number of clients, `size`.
+        """
+        return {
+            "server": self._size,
+            "broadcast": ("size",),
+            "private": {"factor": self._none},
+            "tally": True,
+            "rebuild": self._product,
+        }
 
     @property
     def prior(self) -> Normal:
@@ -125,6 +125,13 @@ class Factors:
 
     def _variance(self, given: Server, view: View) -> Tensor:
         return 1 / self.cavity(view)[0]
+
+    def _size(self, blocks: Server, clients: int) -> Server:
+        return {"size": float(clients)}
+
+    def _product(self, server: Server, private: View) -> Server:
+        precision, weighted = (private["factor"][key].sum(0) for key in ("precision", "weighted"))
+        return {self.block: self.posterior.of_natural(self.precision + precision, weighted)}
 
     def _none(self, given: Server) -> Tensors:
         zeros = torch.zeros_like(given[self.block]["loc"])

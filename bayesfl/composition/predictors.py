@@ -56,8 +56,10 @@ EXACT = "donot_use_mm_for_euclid_dist"
 """Mode of `torch.cdist` that subtracts before it squares; otherwise distances of near rows are
 rounding errors.
 """
-SHARES = tuple(k / 20 for k in range(21))
-"""Shares of a client's own rows that `Neighbours` tries on validation data."""
+SHARES = tuple(k / 20 for k in range(20))
+"""Shares of a client's own rows that `Neighbours` tries on validation data; under a share of 1 a
+class without a near row would have probability 0.
+"""
 
 
 @dataclass(frozen=True)

@@ -264,10 +264,10 @@ def begun(
     server, new, old = loading.begun(before, algorithm, names, seed=settings.seed, dtype=dtype)
     past = None
     if before is not None:
-        if algorithm.leave is not None and len(old) < len(before.called):
+        if algorithm.rebuild is not None:
             log.warning(
-                "clients of the earlier run have left, and only they have what the method would "
-                "take out of the server's state: it keeps their part"
+                "the server's state is not rebuilt, because only clients have their private "
+                "states: it keeps the earlier run's prior, and the parts of clients that have left"
             )
         known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
         initial = {place.experiment for place in known.values() if not place.base}

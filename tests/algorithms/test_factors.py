@@ -21,10 +21,7 @@ PRIOR, SCALE = 0.7, 0.3
 def method(name: str, **options: Any) -> bf.Algorithm:
     return getattr(bf.algorithms, name)(
         linear_only(torch.full((1, DIM), 0.4)),
-        prior_precision=PRIOR,
-        batch_size=None,
-        likelihood=Gaussian(),
-        **options,
+        **{"prior_precision": PRIOR, "batch_size": None, "likelihood": Gaussian(), **options},
     )
 
 
@@ -105,10 +102,10 @@ def test_a_logistic_posterior_is_laplaces(regressions: FederatedData):
 def test_no_factor_has_a_negative_precision():
     factors = bf.Factors("w", precision=PRIOR, damping=1.0)
     belief = factors.posterior.init(torch.zeros(2, dtype=torch.float64))
-    nothing = factors.private["factor"]({"w": belief})
+    nothing = factors.entries["private"]["factor"]({"w": belief})
     of_q = torch.tensor([PRIOR / 2, PRIOR * 2]).double()
     view = factors.refined(
-        factors.server({}, 3), {"w": belief, "factor": nothing}, of_q, torch.zeros(2)
+        factors.entries["server"]({}, 3), {"w": belief, "factor": nothing}, of_q, torch.zeros(2)
     )
     assert_close(view["factor"]["precision"], torch.tensor([0.0, PRIOR]).double())
 
@@ -169,7 +166,7 @@ def test_a_factor_that_arrives_a_round_late_replaces_its_own(regressions: Federa
     behind = replace(
         made,
         phases=(*made.phases[:-1], replace(refine, fn=late)),
-        private={**factors.private, "made": factors.private["factor"]},
+        private={**factors.entries["private"], "made": factors.entries["private"]["factor"]},
     )
     assert_close(
         natural(run(behind, regressions).server["w"])[0], torch.full((DIM,), PRIOR).double()
@@ -195,6 +192,26 @@ def test_q_is_the_product_of_the_factors_of_those_who_are_there(
     assert_close(weighted, factor["weighted"].sum(0), atol=1e-9, rtol=1e-9)
     assert float(factor["precision"].sum(1).min()) > 0
     assert float(result.server["size"]) == 4
+
+
+@pytest.mark.parametrize("name", ["pvi", "fedep"])
+def test_a_run_that_begins_from_another_has_its_own_prior(name: str, regressions: FederatedData):
+    """Its posterior is that prior times the factors."""
+    options: dict[str, Any] = {"epochs": 3, "optimiser": SGD(0.05)}
+    start = run(method(name, **options), regressions, rounds=2)
+    now = method(name, prior_precision=10 * PRIOR, **options)
+    result = run(now, regressions, rounds=1, seed=9, start=start)
+    precision, _ = natural(result.server["w"])
+    assert_close(precision, 10 * PRIOR + result.private["factor"]["precision"].sum(0))
+
+
+@pytest.mark.parametrize("name", ["pvi", "fedep"])
+def test_factors_that_are_not_gathered_do_not_change(name: str, regressions: FederatedData):
+    """Nor does a server's optimiser change the product."""
+    with pytest.raises(ValueError, match="gathers the cohort's changes only"):
+        run(method(name), regressions, participation=0.5, train="all")
+    with pytest.raises(ValueError, match="product of their factors"):
+        bf.with_server_optimiser(method(name), SGD(0.5))
 
 
 @pytest.mark.parametrize("name", ["pvi", "fedep"])

@@ -151,7 +151,7 @@ def test_lost_replies_leave_c_the_mean(model: nn.Module, clients: FederatedData)
 def test_who_trains_is_gathered(model: nn.Module, clients: FederatedData):
     """Others would change their c_i, of which c is not told; where all are gathered, all train."""
     algorithm = bf.algorithms.scaffold(model)
-    with pytest.raises(ValueError, match=r"train='all' with participation=0.5 .*leave train out"):
+    with pytest.raises(ValueError, match=r"train='all' .*leave train out"):
         run(algorithm, clients, 1, train="all", participation=0.5)
     assert off_the_mean(run(algorithm, clients, 2, train="all", participation=1.0)) < 1e-12
 

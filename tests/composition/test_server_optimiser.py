@@ -78,6 +78,21 @@ def test_a_schedule_on_the_server(clients: FederatedData):
     close(run(stepped, clients, rounds=3).server["w"]["loc"], w, 1e-6)
 
 
+def test_draws_of_a_round_are_there(clients: FederatedData):
+    """A server's step of rate 1 is the method itself, also where every round draws a number."""
+    plain = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=1, batch_size=None)
+    drawn = replace(plain, drawn={"shift": lambda rng: rng.normal()})
+    moved = replace(
+        drawn,
+        combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] + server["shift"]}},
+    )
+    a, b = (run(one, clients, rounds=2) for one in (moved, with_server_optimiser(moved, SGD(1.0))))
+    close(b.server["w"]["loc"], a.server["w"]["loc"], 1e-6)
+    assert (
+        a.server["w"]["loc"] - run(plain, clients, rounds=2).server["w"]["loc"]
+    ).abs().max() > 0.01
+
+
 def test_statistics_of_norms_are_not_stepped(clients: FederatedData):
     """They are the pooled mean, which Adam would take below 0; the weights are stepped."""
     average = bf.algorithms.fedavg(with_batch_norm(), epochs=1, batch_size=10)

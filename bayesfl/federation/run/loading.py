@@ -271,7 +271,7 @@ def continued(
 ) -> tuple[State, np.ndarray]:
     """Return the initial state in a run of the clients `names` on this machine, and the clients
     that must adapt to it, [new]; private states are matched by name, see `begun`. The method's
-    `leave` takes out what clients that have left take along.
+    `rebuild` makes entries of the server from them.
 
     Raises:
         ValueError: Clients have the same name.
@@ -287,12 +287,8 @@ def continued(
         rows,
         before.private,
     )
-    if algorithm.leave is not None:
-        for client in np.setdiff1d(np.arange(len(before.called)), old.numpy()):
-            server = server | algorithm.leave(
-                server,
-                tree_map(lambda t, like, client=client: t[client].to(like), before.private, rows),
-            )
+    if algorithm.rebuild is not None:
+        server = server | algorithm.rebuild(server, rows)
     return State(server, rows, 0), np.setdiff1d(np.arange(len(names)), known.numpy())
 
 
@@ -312,8 +308,8 @@ def matched(
     [known] int64 each.
 
     Clients are matched by name, or by number, with a warning, if names of the earlier run are
-    unknown. Under a method's `tally` all clients count as new if one has left, because the server
-    cannot remove that client's part from its mean.
+    unknown. Under a method's `tally` without `rebuild` all clients count as new if one has left,
+    because the server cannot remove that client's part from its mean.
 
     Args:
         algorithm: The method.
@@ -323,9 +319,10 @@ def matched(
     Raises:
         ValueError: Clients have the same name.
     """
+    forgets = algorithm.tally and algorithm.rebuild is None
     if not all(before):
         warn("the clients' names in the earlier run are unknown: clients are matched by number")
-        gone = algorithm.tally and len(names) < len(before)
+        gone = forgets and len(names) < len(before)
         both = torch.arange(0 if gone else min(len(names), len(before)))
         return both, both
     for when, of in (("", names), ("in the earlier run ", before)):
@@ -353,7 +350,7 @@ def matched(
             f"clients {fresh[:5]} are new and {lost[:5]} of the earlier run are missing; use the "
             "old names of clients that were only renamed",
         )
-    if algorithm.tally and len(new) < len(before):
+    if forgets and len(new) < len(before):
         warn(
             f"clients {lost[:5]} of the earlier run are missing, and the server has a mean of all "
             "clients' private states: all clients start as new ones"
