@@ -57,4 +57,11 @@ def test_mean_and_covariance_of_the_iterates(rank: int):
 def test_a_rate_that_is_too_large_is_refused():
     x, y = 1e3 * torch.randn(30, 2), torch.arange(30) % 3
     with pytest.raises(ValueError, match="not finite"):
-        bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, optimiser=SGD(1e9))
+        bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, batch_size=9, optimiser=SGD(1e9))
+
+
+@pytest.mark.parametrize("size", [None, 30])
+def test_sgd_without_noise_is_refused(size: int | None):
+    x, y = torch.randn(30, 2), torch.arange(30) % 3
+    with pytest.raises(ValueError, match="reads all 30 rows"):
+        bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, batch_size=size)

@@ -7,7 +7,7 @@ from bayesfl.base.layout import Pattern
 from bayesfl.base.options import Count, Natural, declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
-from bayesfl.curvature.batches import Data
+from bayesfl.curvature.batches import Data, one_batch
 from bayesfl.optim import SGD, Optimiser, rate_at
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
@@ -41,7 +41,7 @@ def swag(
         $m + (v / 2)^(1/2) e + D f / (2 (rank - 1))^(1/2)$, e, f standard normal.
 
     Its width is that of SGD's path at this rate and batch size, which may differ from the
-    posterior's; without batches it is close to zero.
+    posterior's.
 
     Maddox, Garipov, Izmailov, Vetrov, Wilson, "A simple baseline for Bayesian uncertainty in deep
     learning", NeurIPS 2019, algorithm 1.
@@ -61,7 +61,8 @@ def swag(
         averages: Number of averaged iterates.
         thin: Number of steps from one averaged iterate to the next.
         rank: Number of last iterates for covariances; all if there are fewer.
-        batch_size: Number of examples in a step, for inputs and labels; None for all of them.
+        batch_size: Number of examples in a step, fewer than all, for inputs and labels; None for
+            batches, which have their own sizes.
         optimiser: Optimiser of the mean over examples of the negative log joint density.
         seed: Seed of the order of examples, and of the draws.
 
@@ -70,7 +71,8 @@ def swag(
 
     Raises:
         ValueError: The data do not fit the module or the likelihood, or can be read only once;
-            `precision` is not > 0; or an iterate is not finite.
+            `precision` is not > 0; every step reads all rows, so that SGD has no noise; or an
+            iterate is not finite.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -78,6 +80,11 @@ def swag(
         Samples(1 chain of 30 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
+    if one_batch(target.data[0]) and (batch_size or target.examples) >= target.examples:
+        raise ValueError(
+            f"with batch_size={batch_size} every step reads all {target.examples} rows, so that "
+            "SGD has no noise, of which SWAG takes its width: pass fewer, such as batch_size=32"
+        )
     w, steps = target.loc, warmup + averages * thin
     state, batches = optimiser.init(w), target.batches(batch_size, seed)
     mean = spread = torch.zeros_like(w)  # spread: the sum of squares about the mean
