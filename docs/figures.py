@@ -446,7 +446,7 @@ def long_training_answer() -> str:
         The prior is too strong: its scale follows the width of the posteriors, not the spread of
         the heads, so every head stays close to the centre. On MNIST, accuracy falls from
         {at("mnist", "pFedVEM", 20)} at round 20 to {at("mnist", "pFedVEM", 800)} at round 800; a
-        fixed scale that is as strong costs as much. `pfedvem_held`, which fixes a weaker prior,
+        fixed prior of the same strength loses as much. `pfedvem_held`, which fixes a weaker prior,
         ends at {at("mnist", held, 800)}, like pFedMAP without noise, but with a higher NLL than a
         MAP with one temperature.
         """

@@ -52,8 +52,8 @@ def group_dro(
     optimiser: options.KeptOptimiser = Adam(5e-4),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by GroupDRO: one model with a small largest loss over all environments; the
-    data need environments.
+    """Federate `model` by GroupDRO: one model that minimises the largest loss over environments,
+    which the data need.
 
     Only the weights of a round's cohort are updated, and their sum does not change. A client starts
     with equal weights at its `environments` places. If it has fewer environments, its first round

@@ -16,8 +16,8 @@ def mapped(t: Tensor) -> bool:
     """Return whether a tensor lies in a mapped file, so that it stays there: it is neither copied
     as a whole nor moved to another device.
 
-    Known are arrays of `numpy.memmap` that came by `bayesfl.data.from_arrays`, and
-    `torch.from_file(shared=True)`; others are taken for tensors in memory.
+    It recognises `numpy.memmap` arrays that were passed through `bayesfl.data.from_arrays`, and
+    `torch.from_file(shared=True)`, and treats others as tensors in memory.
     """
     known = _mapped.get(t)
     if known is None:

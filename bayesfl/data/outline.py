@@ -72,9 +72,9 @@ def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
 def place(client: int | str, names: Sequence[str]) -> int:
     """Return a client's number, given that number or the client's name.
 
-    A number is a place, counted from 0. Among clients called 1, 2 and 3, 0 is the first. The
-    numbers 1 and 2 raise an error, as they are also names of other clients; so does 3, a place that
-    does not exist. Names such as `01` or `1.0` count as 1.
+    A number is an index, from 0. It raises an error if there is no such index, or if it is also
+    another client's name: among clients called 1, 2 and 3, only 0 is accepted. Names such as `01`
+    or `1.0` count as 1.
 
     Raises:
         TypeError: `client` is neither text nor a whole number.

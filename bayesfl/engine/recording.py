@@ -120,7 +120,7 @@ def recorded(module: nn.Module, x: Inputs) -> Recording:
     """
     one, few = (_Recorder(module, x, rows).recording for rows in (1, ROWS[0]))
     if [step.function for step in one.steps] != [step.function for step in few.steps]:
-        raise Unrecordable("takes other steps for a single example")
+        raise Unrecordable("runs other operations for a batch of one example")
     more = _Recorder(module.float(), in_precision(x, torch.float32), ROWS[1]).recording
     return _needed(_merged(few, more))
 

@@ -106,7 +106,7 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
         return copy.deepcopy(module, memo_of())
     except Exception as error:  # an attribute may be of any class
         held = _attribute(module, lambda value: not _copies(value, memo_of()))
-        raise ValueError(f"the model holds what cannot be copied ({error}), {held}") from error
+        raise ValueError(f"a part of the model cannot be copied ({error}), {held}") from error
 
 
 def anew(value: Value) -> Value:

@@ -292,7 +292,7 @@ class Laplace(Drawn):
     def log_marginal_likelihood(
         self, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
     ) -> Tensor:
-        """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
+        """Compute the log marginal likelihood of the data by Laplace's method, in nats (a sum).
 
             $log p(y | x) = log p(y | x, loc) - (a + b) / 2$,
 
@@ -316,7 +316,7 @@ class Laplace(Drawn):
         return self.evidence(-nll, centre)
 
     def evidence(self, log_likelihood: Tensor, centre: float | Tensor) -> Tensor:
-        """Compute the log evidence from the data's log likelihood at the weights, see
+        """Compute the log marginal likelihood from the data's log likelihood at the weights, see
         `log_marginal_likelihood`.
         """
         chosen = slice(None) if self.indices is None else self.indices

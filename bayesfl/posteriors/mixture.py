@@ -23,8 +23,8 @@ LEAST = 1e-12
 
 
 def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the posterior of each example's component, q [..., N, M], and the log evidence of
-    each example [..., N] in nats.
+    """Compute the posterior of each example's component, q [..., N, M], and the log marginal
+    likelihood of each example [..., N] in nats.
 
     Args:
         weights: Mixture weights pi [..., M], on the simplex.

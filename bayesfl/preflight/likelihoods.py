@@ -10,8 +10,8 @@ TOLERANCE = 1e-3
 
 
 def check_slope(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> None:
-    """Check on some examples that `nll_and_slope` is `nll` and its derivative, as it is not where a
-    subclass overrides one of the two.
+    """Check on some examples that `nll_and_slope` equals `nll` and its derivative. It does not if a
+    subclass overrides only one of the two.
 
     Raises:
         ValueError: The two differ.

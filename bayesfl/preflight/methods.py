@@ -36,8 +36,8 @@ def check_followed(algorithm: Algorithm) -> None:
 
 
 def warn_of_losses(algorithm: Algorithm) -> None:
-    """Warn of what a method learns in vain, see `lost`, and of parameters that none of its blocks
-    covers.
+    """Warn of trained parameters that are neither kept nor sent, see `lost`, and of parameters that
+    none of its blocks covers.
     """
     told = lost(algorithm)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}

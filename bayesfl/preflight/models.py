@@ -80,8 +80,8 @@ def check_width(
 
 
 def warn_of_probabilities(algorithm: Algorithm, trial: Trial) -> None:
-    """Warn if a model's outputs come out of a softmax or a sigmoid, where the likelihood takes
-    another of them.
+    """Warn if a model's outputs have passed a softmax or a sigmoid, which the likelihood applies
+    again.
     """
     takes = isinstance(algorithm.likelihood, Categorical | Tokens | Bernoulli | MultiLabel)
     if takes and trial.squashed:

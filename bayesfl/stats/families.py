@@ -249,7 +249,7 @@ FAMILIES: dict[str, Family] = {
 def row_information(family: Family, eta: Tensor, own: Tensor) -> Tensor:
     """Return the weights of rows in sums at linear predictors eta, for any outcomes: their
     information at an outcome of 0. At other outcomes it is the same, or for `NegativeBinomial` a
-    multiple that does not depend on eta. So no step of eta takes a row in or out.
+    multiple that does not depend on eta. So a change of eta never adds or drops a row.
     """
     return family.pieces(eta, torch.zeros_like(eta), own).information[..., 0, 0]
 

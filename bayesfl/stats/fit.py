@@ -414,7 +414,7 @@ class Fit(Compared):
             "log likelihood": self.log_likelihood,
             "AIC": self.aic,
             **({"note": "; ".join(self.said)} if self.said else {}),
-            **({} if self.evidence is None else {"log evidence": self.evidence}),
+            **({} if self.evidence is None else {"log marginal likelihood": self.evidence}),
         }
 
     def predict(self, frame: Any, *, site: str | None = None) -> Tensor:

@@ -692,7 +692,7 @@ class Mixed(Compared):
         return {
             "effective draws": round(self.effective),
             "Pareto's k-hat": self.k_hat,
-            "log evidence": self.evidence,
+            "log marginal likelihood": self.evidence,
             f"{'restricted ' * self.restricted}log likelihood": self.log_likelihood,
         }
 

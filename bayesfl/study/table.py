@@ -673,7 +673,7 @@ def read(folder: str | os.PathLike[str]) -> Table:
         warn(f"{broken} are no whole records of this version's, and are left out")
     records = [record for record in files.values() if record is not None]
     if not records:
-        raise ValueError(f"{str(folder)!r} holds no runs of a study")
+        raise ValueError(f"{str(folder)!r} does not exist, or holds no runs of a study")
     records.sort(key=lambda one: (one.method, str(one.options), one.seed, one.address))
     found = []
     for one in records:

@@ -31,8 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "said"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
-        (["show", "nowhere"], "'nowhere' holds no runs of a study"),
-        (["report", "nowhere"], "'nowhere' holds no runs of a study"),
+        (["show", "nowhere"], "'nowhere' does not exist, or holds no runs"),
+        (["report", "nowhere"], "'nowhere' does not exist, or holds no runs"),
         (["new-app", "."], "holds something already; give a new folder"),
     ],
 )

@@ -83,8 +83,8 @@ def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled
 
 
 def check_index(**parts: Any) -> None:
-    """Check that pandas objects which are joined row by row have the same index, as they have not
-    after one of them was shuffled.
+    """Check that pandas objects which are joined row by row have the same index; shuffling one
+    of them breaks this.
 
     Raises:
         ValueError: Two of as many rows have other indices; the message names them.

@@ -159,7 +159,7 @@ class Posterior(Refits):
         return self.here[site].program.predicted(values, self.seed, draws, *rows, **named)
 
     def _some(self, own: Tensors, count: int) -> Tensors:
-        """Return so many of the draws of shared parameters and a site's own."""
+        """Return `count` draws of shared parameters and a site's own."""
         which = torch.arange(count) * len(self.phi) // count
         return {name: t[which] for name, t in (self.draws | own).items()}
 
@@ -301,7 +301,7 @@ class Posterior(Refits):
             "effective draws": round(self.effective),
             "Pareto's k-hat": self.k_hat,
             "k-hat of sites' integrals at most": f"{self.integrals[worst]:.2f} ({worst})",
-            "log evidence": self.evidence,
+            "log marginal likelihood": self.evidence,
         }
 
 
