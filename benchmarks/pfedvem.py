@@ -1,5 +1,5 @@
-"""Does pFedVEM fall when it trains for long, and do held scales mend it? Ten clients of five
-classes, 800 rounds.
+"""Does pFedVEM lose accuracy in long training, and do fixed variances prevent it? Ten clients of
+five classes, 800 rounds.
 
     python benchmarks/pfedvem.py [--quick] [--part {cells,chosen}] [--figure] [--jobs N]
 
@@ -7,9 +7,9 @@ The partition is that of FedSI's small tables: 50 training and 950 test images o
 classes. Everybody trains and is gathered. At each milestone the table has a client's accuracy
 before pooling (its own head and its own body, as the authors report it) and after it (the same head
 on the averaged body), the negative log likelihood at the mean and by 20 draws, and means over
-clients of rho, of the beliefs' widths and of the heads' distance to the centre, each for one
-weight. Beside the methods that the figure draws are pFedVEM with its own start, and two ties as
-strong as pFedVEM's own become, which are not learned. The part `chosen` compares widths on a fifth
+clients of rho, of the posteriors' widths and of the heads' distance to the centre, each for one
+weight. Beside the methods that the figure draws are pFedVEM with its own start, and two fixed
+priors as strong as pFedVEM's own becomes. The part `chosen` compares widths on a fifth
 of MNIST's training images, with other seeds than those of the table. Runs that are finished are
 read. Results: benchmarks/results/pfedvem.json, and docs/images/pfedvem.png (--figure draws it from
 the results that are there).
@@ -129,8 +129,8 @@ def draw(saved: dict[str, Any]) -> None:
         ours = f"{dataset}/pFedVEM"
         accuracies = {method: (f"{dataset}/{method}", "accuracy") for method in DRAWN}
         accuracies["pFedVEM, before pooling"] = ours, "before_accuracy"
-        panel(left, title, "accuracy, after pooling if not said", accuracies)
-        measures = {"rho": "prior's scale", "width": "width of beliefs"}
+        panel(left, title, "accuracy after pooling", accuracies)
+        measures = {"rho": "prior's scale", "width": "posteriors' width"}
         measures["distance"] = "distance to the centre"
         lengths = {name: (ours, measure) for measure, name in measures.items()}
         right.set_yscale("log")
