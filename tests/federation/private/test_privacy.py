@@ -256,7 +256,7 @@ def refusal(algorithm: bf.Algorithm) -> str | None:
     """
     pools = [block.pool for block in algorithm.blocks.values() if block.pool]
     if not pools:
-        return "nothing to add up; leave aggregation out"
+        return "the method sends none: leave aggregation out"
     for pool in pools:
         if type(pool) is not Mean:
             return "in Mean pools only.*leave aggregation out"

@@ -208,7 +208,7 @@ def refusal(algorithm: bf.Algorithm) -> str | None:
     """
     pools = [block.pool for block in algorithm.blocks.values() if block.pool]
     if not pools:
-        return "nothing to add up; leave aggregation out"
+        return "the method sends none: leave aggregation out"
     if any(isinstance(pool, StackedPool) for pool in pools):
         return "needs every client's uplink.*leave aggregation out"
     return r"bf\.Algorithm\.combine" if reads_replies(algorithm) else None
