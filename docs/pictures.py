@@ -175,14 +175,17 @@ def fedpac_paper() -> Figure:
     shares: dict[float, dict[str, list[float]]] = {}
     for part in TABLES["results"]("papers/fedpac")["plan"]:
         rows = TABLES["_paper"]("fedpac", part)
+        rows.pop("most frequent class", None)  # far below the others
         if any(rows.values()):
             shown = {name: row.get("accuracy", []) for name, row in rows.items()}
             if share := part.partition(", uniform ")[2]:
                 shares[float(share)] = shown
             else:
                 tables[part] = shown
-    figure = new_figure((4 * (len(tables) + 1), 3.6))
-    *axes, last = figure.subplots(1, len(tables) + 1)
+    down = math.ceil((len(tables) + 1) / 3)
+    figure = new_figure((12, 3.6 * down))
+    axes = [figure.add_subplot(down, 3, place + 1) for place in range(len(tables) + 1)]
+    last = axes.pop()
     for one in lines(next(iter(shares.values()))):
         found = {share: rows[one["label"]] for share, rows in sorted(shares.items())}
         found = {share: seeds for share, seeds in found.items() if seeds}
