@@ -1220,7 +1220,9 @@ def promises_kept() -> str:
         [said[name], f"{value:,.0f}" if value > 10 else f"{value:.3f}"]
         for name, value in rest.items()
     ]
-    return ruled(["shares unless another unit is named; simulated scores but on Fashion-MNIST", ""], lines)
+    return ruled(
+        ["shares unless another unit is named; simulated scores but on Fashion-MNIST", ""], lines
+    )
 
 
 def _pfedvem(rounds: Collection[str]) -> tuple[dict[str, Any], Tables]:

@@ -362,7 +362,7 @@ def compare(options: argparse.Namespace) -> None:
     diagrams = {title: figure["diagram"] for title, figure in figures.items()}
     pictures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, bins=BINS, columns=3),
-        "risk_coverage.png": bf.plots.risk_coverage(diagrams).figure,
+        "risk_coverage.png": bf.plots.risk_coverage(diagrams),
         "coverage.png": bf.plots.coverage({title: figures[title]["coverage"] for title in COVERED}),
     }
     for name, figure in pictures.items():

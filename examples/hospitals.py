@@ -155,8 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(mixed)
         name = study.title.split(",")[0].lower().replace(" ", "-")
         for kind, one in (("sums", fit), ("mixed", mixed)):
-            axes = bf.plots.forest(one, study.term, title=f"{study.title}, {kind}")
-            axes.figure.savefig(options.out / f"{name}-{kind}.png")
+            figure = bf.plots.forest(one, study.term, title=f"{study.title}, {kind}")
+            figure.savefig(options.out / f"{name}-{kind}.png")
     print(f"\nforest plots in {options.out}")
     return 0
 

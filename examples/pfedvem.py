@@ -195,7 +195,7 @@ def compare(options: argparse.Namespace) -> list[str]:
         write(options, rows, sum(row.record.seconds or 0 for row in finished))
         figures = {
             "reliability.png": bf.plots.reliability_compare(diagrams, columns=4),
-            "learning_curves.png": bf.plots.learning_curves(histories).figure,
+            "learning_curves.png": bf.plots.learning_curves(histories),
         }
         for name, figure in figures.items():
             with atomic_path(options.out / name) as temporary:

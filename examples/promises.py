@@ -134,12 +134,12 @@ def main() -> None:
         name = f"{first}'s own" if where == first else f"{where}'s"
         shown[name] = {"row": range(1, len(seen) + 1), "evidence": seen}
     title = f"the alarm of {first}"
-    axes = bf.plots.learning_curves(shown, metric="evidence", x="row", title=title)
-    axes.set_yscale("log")
-    axes.axhline(1 / watches[first, first].delta, linestyle="--", color="0.2")
+    evidence = bf.plots.learning_curves(shown, metric="evidence", x="row", title=title)
+    evidence.axes[0].set_yscale("log")
+    evidence.axes[0].axhline(1 / watches[first, first].delta, linestyle="--", color="0.2")
     for name, figure in (
         ("coverage.png", bf.plots.coverage(audit)),
-        ("evidence.png", axes.figure),
+        ("evidence.png", evidence),
     ):
         with atomic_path(options.out / name) as temporary:
             figure.savefig(temporary)

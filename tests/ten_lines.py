@@ -17,7 +17,7 @@ assert probs is not None
 assert probs.shape[:2] == (4, int(clients.counts["test"].max()))
 x, y = clients.train.client(0)
 assert len(x.flatten(1)) == len(y)
-assert bf.plots.reliability(result).get_title() is not None
+assert bf.plots.reliability(result).axes[0].get_title() is not None
 with tempfile.TemporaryDirectory() as folder:
     result.save(folder)
     again = bf.simulate(

@@ -161,7 +161,7 @@ class Refits(Answered, ABC):
             True
         """
         fit: Any = self  # forests put questions, so they come before the release sheet
-        forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
+        forests = "".join(picture(plots.forest(fit, term), term) for term in by_site)
         counts: dict[str, Mapping[str, float]] = {
             "rows": self.rows,
             "events": self.events,

@@ -17,7 +17,7 @@ def write_report(path: str | os.PathLike[str], study: Any) -> None:
         path: The file.
         study: Its table, with one choice of options a method.
     """
-    drawn = picture(plots.study(study).figure, "every method's measure, a dot for each seed")
+    drawn = picture(plots.study(study), "every method's measure, a dot for each seed")
     notes = study._choices()._repr_html_() + study._remarks()._repr_html_()
     seeds = len({row.seed for row in study.rows})
     means = (

@@ -48,7 +48,7 @@ def test_a_site_without_an_own_fit_is_named_with_the_reason():
         assert why["west"] == why["all sites"] == ""
         silent = {"per_site": "none of its 90 rows has an event", "shared": "separate the outcome"}
         assert silent[intercept] in why["silent"]
-        bf.plots.forest(fit, "age").figure.canvas.draw()
+        bf.plots.forest(fit, "age").canvas.draw()
     alone = bf.stats.tables({"silent": rows["silent"]}, outcome="ill", terms=TERMS)
     with pytest.raises(ValueError, match=r"no site has information.*silent, none of its 90"):
         bf.stats.glm(alone, family="binomial", intercept="per_site")
@@ -104,7 +104,7 @@ def test_each_site_left_out_in_turn(fit: str):
     first = 2 if fit == "mixed" else 4
     wanted = [row.iloc[0], *row.iloc[first : first + 2]]
     assert table.loc["without north", ["estimate", "low", "high"]].tolist() == wanted
-    axes = bf.plots.forest(whole, "age", without=True)
+    axes = bf.plots.forest(whole, "age", without=True).axes[0]
     assert [text.get_text() for text in axes.get_yticklabels()][1] == "without north (210)"
     assert whole.without("north").table().equals(others.table())
 
@@ -121,14 +121,14 @@ def test_posteriors_of_sites():
     assert found.loc["the federation", "low"] == fit.table().loc["age", "2.5 %"]
     with pytest.raises(ValueError, match=r"'kind\[b\]' has no own effects"):
         fit.by_site("kind[b]")
-    bf.plots.forest(fit, "age").figure.canvas.draw()
+    bf.plots.forest(fit, "age").canvas.draw()
     rows = {site: frame.assign(ward=np.arange(len(frame)) % 2) for site, frame in frames().items()}
     given = bf.stats.tables(rows, outcome="score", terms=["age"], also=["ward"])
     wards = bf.stats.mixed(given, family="gaussian", group="ward")
     named = wards.by_site("(intercept)")
     assert list(named.index[:3]) == ["east", "east, 0", "east, 1"]
     assert named["rows"].isna().tolist() == [False, True, True] * 4 + [False]
-    bf.plots.forest(wards, "(intercept)").figure.canvas.draw()
+    bf.plots.forest(wards, "(intercept)").canvas.draw()
 
 
 @pytest.mark.parametrize("aggregation", [None, bf.SecureSum()])

@@ -1,10 +1,10 @@
 """Diagrams of data, runs, studies, posteriors and fits.
 
-Without `ax` a figure is made: save it by `axes.figure.savefig("diagram.png")`, or end a notebook's
-cell with `axes.figure` to see it. To draw into a figure of your own, pass `ax`. Matplotlib is
-imported only when something is drawn, and only its object-oriented interface is used: no backend is
-switched, and no figure is registered with pyplot. Colours are those of Okabe and Ito, which
-colour-blind readers can distinguish.
+Each returns a matplotlib Figure: a notebook shows it as the last line of a cell,
+`figure.savefig("diagram.png")` saves it, and `figure.axes` has the parts to change. To draw into a
+figure of your own, pass `ax`. Matplotlib is imported only when something is drawn, and only its
+object-oriented interface is used: no backend is switched, and no figure is registered with pyplot.
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish.
 """
 
 from bayesfl.evaluation.plots.clients import client_curves, labels

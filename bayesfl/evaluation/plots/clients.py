@@ -10,6 +10,7 @@ from bayesfl.evaluation.plots.look import (
     BLUE,
     INK,
     Axes,
+    Figure,
     finish,
     literal,
     new_figure,
@@ -28,7 +29,7 @@ def labels(
     split: str = "train",
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw the distribution of labels: a row for each client, a column for each class, darker for a
     larger share of the client's rows. The cells show numbers of rows if there is space.
 
@@ -39,13 +40,13 @@ def labels(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         IndexError: The task is a regression.
 
     >>> clients = bf.data.dirichlet("digits", clients=5, alpha=0.3)
-    >>> bf.plots.labels(clients).get_xlabel()
+    >>> bf.plots.labels(clients).axes[0].get_xlabel()
     'class'
     """
     from matplotlib.colors import LinearSegmentedColormap
@@ -82,7 +83,7 @@ def labels(
 @literal
 def client_curves(
     history: History, column: str, *, ax: "Axes | None" = None, title: str | None = None
-) -> "Axes":
+) -> "Figure":
     """Draw a measure against the rounds, a thin line for each client and a bold one for their
     mean.
 
@@ -93,7 +94,7 @@ def client_curves(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         KeyError: The run did not record it.
@@ -103,7 +104,7 @@ def client_curves(
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=2,
         ...     record_clients=["nll"])
-        >>> bf.plots.client_curves(result.history, "personal_nll").get_ylabel()
+        >>> bf.plots.client_curves(result.history, "personal_nll").axes[0].get_ylabel()
         'personal NLL'
     """
     values, rounds = history.clients(column), history["round"]

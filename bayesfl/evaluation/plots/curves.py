@@ -12,7 +12,7 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import Axes, finish, lines, literal, new_figure, whole
+from bayesfl.evaluation.plots.look import Axes, Figure, finish, lines, literal, new_figure, whole
 from bayesfl.evaluation.report import in_prose, mean_and_error
 
 # a risk-coverage curve jumps before this share of the examples; its axis need not reach these peaks
@@ -27,7 +27,7 @@ def learning_curves(
     x: str = "round",
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw a measure against the rounds, one line for each method; for several seeds their mean,
     with a band of one standard error on each side.
 
@@ -43,7 +43,7 @@ def learning_curves(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         KeyError: A history has no such column.
@@ -54,7 +54,7 @@ def learning_curves(
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
         >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
-        >>> bf.plots.learning_curves(runs, metric="personal_nll").get_ylabel()
+        >>> bf.plots.learning_curves(runs, metric="personal_nll").axes[0].get_ylabel()
         'personal NLL'
     """
     runs: dict[str, list[Any]] = {}
@@ -96,7 +96,7 @@ def learning_curves(
 @literal
 def risk_coverage(
     entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None
-) -> "Axes":
+) -> "Figure":
     """Draw the error rate among answered examples against the share answered, most confident first.
 
     There is one line for each method, over all examples of all clients; lower is better, and the
@@ -110,7 +110,7 @@ def risk_coverage(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         ValueError: An entry does not fit or has no examples.
@@ -120,7 +120,7 @@ def risk_coverage(
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
         >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
-        >>> bf.plots.risk_coverage(runs).get_xlabel()
+        >>> bf.plots.risk_coverage(runs).axes[0].get_xlabel()
         'share of the examples answered'
     """
     curves = {name: _risks(entry) for name, entry in entries.items()}

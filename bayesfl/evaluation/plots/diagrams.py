@@ -65,7 +65,7 @@ def reliability(
     by: Literal["pooled", "client"] = "pooled",
     clients: Sequence[int | str] | None = None,
     title: str | None = None,
-) -> Any:
+) -> "Figure":
     """Draw a reliability diagram: accuracy by bins of confidence, and the number of examples in
     each bin.
 
@@ -89,8 +89,8 @@ def reliability(
         title: Of the diagram, or of the figure.
 
     Returns:
-        The diagram's matplotlib Axes; by client an array of them, in the order of `clients`.
-        `axes.figure` is the figure.
+        The matplotlib Figure; its `axes` are a diagram and its histogram, for each client in the
+        order of `clients`.
 
     Raises:
         TypeError: A client is neither a name nor a number.
@@ -100,7 +100,7 @@ def reliability(
         >>> clients = bf.data.iid("digits", clients=3)
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1)
-        >>> bf.plots.reliability(result).get_ylabel()
+        >>> bf.plots.reliability(result).axes[0].get_ylabel()
         'accuracy'
     """
     probs, labels, mask = predictions(source, labels, mask)
@@ -109,15 +109,15 @@ def reliability(
     these = None if clients is None else [place(client, called) for client in clients]
     if by == "pooled":
         pooled = _panel(probs, labels, mask if these is None else only(mask, these), bins)
-        return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
+        return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))
     these = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if these is None else these
     panels = [_panel(probs, labels, only(mask, [j]), bins) for j in these]
     lines = -(-len(panels) // _COLUMNS)
     titles = [f"client {called[j]}" if called[j].isdigit() else called[j] for j in these]
-    figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
+    figure = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
         figure.suptitle(title)
-    return axes
+    return figure
 
 
 @literal
@@ -134,7 +134,7 @@ def reliability_compare(
         columns: Diagrams in a row; by default up to 3.
 
     Returns:
-        A matplotlib Figure, to be saved by `.savefig`.
+        The matplotlib Figure.
 
     Raises:
         ValueError: There is no entry, or one does not fit.
@@ -151,7 +151,7 @@ def reliability_compare(
     panels = [_panel(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(
         panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns
-    )[0]
+    )
 
 
 def _panels(
@@ -160,7 +160,7 @@ def _panels(
     columns: int,
     *,
     size: tuple[float, float] = (2.4, 3.0),
-) -> tuple["Figure", np.ndarray]:
+) -> "Figure":
     """Draw a grid of diagrams whose histograms have a common scale; only the outer ones have
     labels.
     """
@@ -169,10 +169,9 @@ def _panels(
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
     tallest = max(int(bins.count.max()) for bins, _ in panels)
-    axes = np.empty(len(panels), dtype=object)
     for spot, (title, panel) in enumerate(zip(titles, panels, strict=True)):
         line, column = divmod(spot, columns)
-        axes[spot] = ax = figure.add_subplot(grid[2 * line, column])
+        ax = figure.add_subplot(grid[2 * line, column])
         beneath = figure.add_subplot(grid[2 * line + 1, column], sharex=ax, label="histogram")
         _diagram(
             ax,
@@ -192,7 +191,7 @@ def _panels(
         fontsize="small",
         handlelength=1.3,
     )
-    return figure, axes
+    return figure
 
 
 def _diagram(

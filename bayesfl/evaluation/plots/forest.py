@@ -10,6 +10,7 @@ from bayesfl.evaluation.plots.look import (
     GREY,
     INK,
     Axes,
+    Figure,
     finish,
     literal,
     new_figure,
@@ -30,7 +31,7 @@ def forest(
     level: float = 0.95,
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw a coefficient for each site with its interval, with areas proportional to rows, and for
     all sites as a diamond; ratios on a logarithmic axis.
 
@@ -45,7 +46,7 @@ def forest(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         KeyError: A `Fit` has no such coefficient.
@@ -59,7 +60,7 @@ def forest(
         ... }
         >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
         >>> fit = bf.stats.glm(sites, family="binomial")
-        >>> bf.plots.forest(fit, "dose").get_xlabel()
+        >>> bf.plots.forest(fit, "dose").axes[0].get_xlabel()
         'odds ratio of dose'
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator

@@ -8,7 +8,7 @@ from io import BytesIO
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from bayesfl.base.options import P, R, suggests
+from bayesfl.base.options import P, suggests
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -26,7 +26,7 @@ BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
 _DASHES = ("-", "--", ":", "-.")
 
 
-def literal(draw: Callable[P, R]) -> Callable[P, R]:
+def literal(draw: Callable[P, "Figure"]) -> Callable[P, "Figure"]:
     """Make a diagram draw every text literally; for all public diagrams.
 
     Names come from users' data, and matplotlib interprets `$...$` in a text as mathematics: it
@@ -36,11 +36,11 @@ def literal(draw: Callable[P, R]) -> Callable[P, R]:
 
     @suggests
     @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> "Figure":
         from matplotlib import axis, text, ticker
 
-        found = draw(*args, **kwargs)
-        of: Any = found if hasattr(found, "findobj") else found[0].figure  # type: ignore[index]  # an array
+        figure = draw(*args, **kwargs)
+        of: Any = kwargs.get("ax") or figure
         numbers = {
             one
             for line in of.findobj(axis.Axis)
@@ -51,7 +51,7 @@ def literal(draw: Callable[P, R]) -> Callable[P, R]:
         for one in set(of.findobj(text.Text)) - numbers:
             # Of texts without a dollar the caller may still make mathematics.
             one.set(usetex=False, parse_math="$" not in one.get_text())
-        return found
+        return figure
 
     return drawn
 
@@ -128,15 +128,15 @@ def finish(
     grid: Literal["both", "x", "y"] | None = None,
     legend: bool = False,
     **labels: Any,
-) -> "Axes":
+) -> Any:
     """Set title and labels of axes, apply the common style, draw the legend above them, and return
-    them.
+    their figure.
     """
     ax.set(title=title or "", **labels)
     clean(ax, grid=grid)
     if legend:
         key(ax)
-    return ax
+    return ax.figure
 
 
 def whole(ax: "Axes") -> None:

@@ -12,6 +12,7 @@ from bayesfl.evaluation.plots.look import (
     GREY,
     INK,
     Axes,
+    Figure,
     finish,
     literal,
     new_figure,
@@ -27,7 +28,7 @@ def interval_reliability(
     *,
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw the coverage of central intervals against the nominal coverage.
 
     The blue line is for all targets pooled, grey lines are for each client. Below the diagonal
@@ -44,7 +45,7 @@ def interval_reliability(
         title: Of the diagram.
 
     Returns:
-        The diagram's matplotlib Axes; `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -52,7 +53,7 @@ def interval_reliability(
     Example:
         >>> mean, variance = torch.zeros(1, 50, 1), torch.ones(1, 50, 1)
         >>> given = (mean, variance, torch.randn(1, 50), torch.ones(1, 50, dtype=torch.bool))
-        >>> bf.plots.interval_reliability(given).get_xlabel()
+        >>> bf.plots.interval_reliability(given).axes[0].get_xlabel()
         'probability of the interval'
     """
     mean, variance, targets, mask, kind = _predictions(source)

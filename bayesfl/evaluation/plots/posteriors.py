@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from bayesfl.base.options import Count, Share
-from bayesfl.evaluation.plots.look import BLUE, INK, Axes, finish, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    INK,
+    Axes,
+    Figure,
+    finish,
+    lines,
+    literal,
+    new_figure,
+)
 
 
 @literal
@@ -19,7 +28,7 @@ def predictions(
     points: Count = 100,
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw predictions over the inputs: over one input a curve with a band, or each class's
     probability; over two inputs a map of the uncertainty.
 
@@ -38,7 +47,7 @@ def predictions(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         ValueError: `x` has more than two inputs, or the model has several numeric outputs.
@@ -46,7 +55,7 @@ def predictions(
     >>> x = torch.linspace(-1, 1, 30)[:, None]
     >>> given = {"likelihood": bf.likelihoods.Gaussian(), "precision": 1.0}
     >>> fitted = bf.posteriors.Laplace.fit(nn.Linear(1, 1), x, x.sin(), **given)
-    >>> ax = bf.plots.predictions(fitted, x, x.sin())
+    >>> ax = bf.plots.predictions(fitted, x, x.sin()).axes[0]
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['mean', '90% of the curve', '90% of outcomes']
     """

@@ -40,7 +40,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         title: Of the figure.
 
     Returns:
-        A matplotlib Figure, to be saved by `.savefig`.
+        The matplotlib Figure.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3, calibration=0.3)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from bayesfl.evaluation.history import HEADLINES
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, Axes, finish, literal, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, Axes, Figure, finish, literal, new_figure
 from bayesfl.evaluation.report import better, in_prose
 
 
 @literal
 def study(
     table: Any, *, metric: str | None = None, ax: "Axes | None" = None, title: str | None = None
-) -> "Axes":
+) -> "Figure":
     """Draw a measure of every method of a study: a dot for each seed, the mean, and a bar of one
     standard error to each side.
 
@@ -27,7 +27,7 @@ def study(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         ValueError: No run has such a measure; or see `Table.chosen`.
@@ -37,7 +37,7 @@ def study(
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
         >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
-        >>> bf.plots.study(bf.table(runs)).get_xlabel()
+        >>> bf.plots.study(bf.table(runs)).axes[0].get_xlabel()
         'personal accuracy'
     """
     summary = table.summary(None if metric is None else [metric])
@@ -65,7 +65,7 @@ def paired(
     metric: str | None = None,
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Compare two methods by client: a dot for each client and seed, at its test measures after the
     last round with the two methods.
 
@@ -81,7 +81,7 @@ def paired(
             better.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Raises:
         KeyError: The clients have no such measure.
@@ -93,7 +93,7 @@ def paired(
         >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
         >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
         >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
-        >>> bf.plots.paired(bf.table(runs), "FedAvg", "Local", metric="nll").get_xlabel()
+        >>> bf.plots.paired(bf.table(runs), "FedAvg", "Local", metric="nll").axes[0].get_xlabel()
         'NLL, FedAvg'
     """
     if table.at == "best":

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import INK, Axes, finish, lines, literal, new_figure
+from bayesfl.evaluation.plots.look import INK, Axes, Figure, finish, lines, literal, new_figure
 
 
 @literal
@@ -14,7 +14,7 @@ def kaplan_meier(
     level: float = 0.95,
     ax: "Axes | None" = None,
     title: str | None = None,
-) -> "Axes":
+) -> "Figure":
     """Draw survival curves with bands for their intervals, and below them the numbers of rows at
     risk at the first time at or after a tick.
 
@@ -28,14 +28,14 @@ def kaplan_meier(
         title: Of the axes.
 
     Returns:
-        The matplotlib Axes. `axes.figure` is the figure.
+        The matplotlib Figure; `.axes[0]` has the diagram.
 
     Example:
         >>> import pandas as pd
         >>> frame = pd.DataFrame({"t": [2, 3, 5, 8], "d": [1, 1, 0, 1]})
         >>> sites = bf.stats.tables({"north": frame}, also=["t", "d"])
         >>> curves = bf.stats.kaplan_meier(sites, time="t", event="d", exact_times=True)
-        >>> bf.plots.kaplan_meier(curves).get_ylabel()
+        >>> bf.plots.kaplan_meier(curves).axes[0].get_ylabel()
         'survival'
     """
     ax = new_figure((5.6, 3.6 + 0.22 * len(found.groups))).add_subplot() if ax is None else ax

@@ -228,7 +228,7 @@ def _curves(history: History) -> list[Section]:
     """Plot the main measures, and those that the run recorded for each client."""
     recorded = dict.fromkeys(column for of in history.recorded.values() for column in of)
     own = [
-        picture(plots.client_curves(history, column).figure, f"{in_prose(column)} of every client")
+        picture(plots.client_curves(history, column), f"{in_prose(column)} of every client")
         for column in recorded
         if column.startswith("personal_") and len(history) > 1
     ]
@@ -241,7 +241,7 @@ def curves(histories: Mapping[str, list[History]], more: Sequence[str] = ()) -> 
     """
     drawn = [
         picture(
-            plots.learning_curves(histories, metric=column).figure,
+            plots.learning_curves(histories, metric=column),
             f"{in_prose(column)} against the rounds",
         )
         for column in (*HEADLINES, "personal_nll")
@@ -285,7 +285,7 @@ def _reliability(predicted: LocalPredictions) -> list[Section]:
         drawn = plots.interval_reliability((*flat, kind))
     else:  # intervals of one level
         return []
-    all_of = "<p>All clients' test rows together.</p>" + picture(drawn.figure, "reliability")
+    all_of = "<p>All clients' test rows together.</p>" + picture(drawn, "reliability")
     return [Section("Reliability", all_of)]
 
 

@@ -309,8 +309,8 @@ def _refuse_contradictions(
         )
     if aggregation.name != OPEN and not any(block.pool for block in algorithm.blocks.values()):
         raise ValueError(
-            f"{type(aggregation).__name__} adds up clients' blocks, and the method sends none: leave "
-            "aggregation out"
+            f"{type(aggregation).__name__} adds up clients' blocks, and the method sends none: "
+            "leave aggregation out"
         )
     if faults is not None and not admission.skips:
         raise ValueError(

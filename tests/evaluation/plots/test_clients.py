@@ -24,7 +24,7 @@ def test_labels_are_counted_by_client():
         test_share=0,
     )
     mine = Figure().add_subplot()
-    ax = plots.labels(clients, ax=mine, title="t")
+    ax = plots.labels(clients, ax=mine, title="t").axes[0]
     (image,) = ax.images
     np.testing.assert_allclose(image.get_array(), [[0.75, 0, 0.25], [0, 1, 0]])
     assert [text.get_text() for text in ax.texts] == ["3", "1", "2"]
@@ -37,14 +37,16 @@ def test_labels_are_counted_by_client():
         client_ids=["Bern", "Chur"],
         test_share=0,
     )
-    np.testing.assert_allclose(plots.labels(by_place).images[0].get_array(), [[0.5, 0.5], [0, 1]])
+    np.testing.assert_allclose(
+        plots.labels(by_place).axes[0].images[0].get_array(), [[0.5, 0.5], [0, 1]]
+    )
     named = bf.data.from_arrays(
         np.zeros((6, 2), "float32"), y, client_ids=[0] * 6, class_names=["benign", "malignant", "c"]
     )
     for few in (named, clients):  # upright where they would overlap
-        shown = plots.labels(few).get_xticklabels()
+        shown = plots.labels(few).axes[0].get_xticklabels()
         assert {text.get_rotation() for text in shown} == {90.0 if few is named else 0.0}
-    many = plots.labels(bf.data.iid("digits", clients=40), split="test")
+    many = plots.labels(bf.data.iid("digits", clients=40), split="test").axes[0]
     assert not many.texts
     many.figure.canvas.draw()
     with pytest.raises(IndexError):  # the task is a regression
@@ -62,7 +64,7 @@ def test_client_curves_have_a_line_for_each_client_and_their_mean():
         history.append({"round": round, "personal_nll": float(np.nanmean(own))})
         history.record({"personal_nll": own})
     mine = Figure().add_subplot()
-    ax = plots.client_curves(history, "personal_nll", ax=mine, title="t")
+    ax = plots.client_curves(history, "personal_nll", ax=mine, title="t").axes[0]
     *clients, mean = ax.lines
     wanted = [([2, 4, 6], [0.5, 0.6, 0.7]), ([2, 4], [0.7, 0.8]), ([4, 6], [0.1, 0.3])]
     assert [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in clients] == wanted
@@ -70,6 +72,6 @@ def test_client_curves_have_a_line_for_each_client_and_their_mean():
     np.testing.assert_allclose(mean.get_ydata(), [0.6, 0.5, 0.5])
     assert mean.get_linewidth() > 2 * max(line.get_linewidth() for line in clients)
     assert (ax, ax.get_title(), ax.get_ylabel()) == (mine, "t", "personal NLL")
-    plots.client_curves(history, "personal_nll").figure.canvas.draw()
+    plots.client_curves(history, "personal_nll").canvas.draw()
     with pytest.raises(KeyError, match="record_clients"):
         plots.client_curves(history, "personal_accuracy")

@@ -22,7 +22,7 @@ def test_learning_curves():
     seeds = [history(s) for s in range(3)]
     ax: Any = plots.learning_curves(
         {"one": seeds[0], "three": seeds, "result": SimpleNamespace(history=seeds[1])}
-    )
+    ).axes[0]
     one, three, result = ax.lines
     assert one.get_xdata().tolist() == [5, 10, 15, 20]
     np.testing.assert_allclose(one.get_ydata(), seeds[0]["personal_accuracy"][4::5])
@@ -35,7 +35,7 @@ def test_learning_curves():
     assert (min(edge), max(edge)) == (pytest.approx(mean - error), pytest.approx(mean + error))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["one", "three", "result"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("round", "personal accuracy")
-    short: Any = plots.learning_curves({"two rounds": history(0, rounds=2, every=1)})
+    short: Any = plots.learning_curves({"two rounds": history(0, rounds=2, every=1)}).axes[0]
     assert all(tick == int(tick) for tick in short.get_xticks())
     ax.figure.canvas.draw()
 
@@ -47,12 +47,12 @@ def test_learning_curves_options():
     mine = Figure().add_subplot()
     ax: Any = plots.learning_curves(
         {"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t"
-    )
+    ).axes[0]
     assert ax.lines[0].get_xdata().tolist() == [10, 20]
     assert (ax, ax.get_title(), ax.get_legend()) == (mine, "t", None)
-    loss: Any = plots.learning_curves({"a": history(0)}, metric="loss", x="round")
+    loss: Any = plots.learning_curves({"a": history(0)}, metric="loss", x="round").axes[0]
     assert len(loss.lines[0].get_xdata()) == 20
-    many = plots.learning_curves({str(k): history(k) for k in range(20)})
+    many = plots.learning_curves({str(k): history(k) for k in range(20)}).axes[0]
     assert len({(line.get_color(), line.get_linestyle()) for line in many.lines}) == 20
 
 
@@ -60,10 +60,13 @@ def test_the_default_measure_is_that_of_the_task():
     """Accuracy, of regressions the error; where the histories share neither, one lacks a column."""
     accuracy = {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5}
     rmse = {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0}
-    assert plots.learning_curves({"a": History([accuracy])}).get_ylabel() == "personal accuracy"
+    assert (
+        plots.learning_curves({"a": History([accuracy])}).axes[0].get_ylabel()
+        == "personal accuracy"
+    )
     regression: Any = plots.learning_curves(
         {"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2}
-    )
+    ).axes[0]
     assert regression.get_ylabel() == "personal RMSE"
     assert regression.lines[0].get_ydata().tolist() == [3.0]
     for other in ([accuracy], [{"round": 1, "train_nll": 2.0}]):
@@ -79,7 +82,7 @@ def test_risk_coverage_shows_the_curve():
     right = probs.argmax(-1) == labels
     by_entropy = detection.risk_coverage(detection.entropy(probs), right, mask)
     mine = Figure().add_subplot()
-    ax = plots.risk_coverage({"doubt": case, "entropy": by_entropy}, ax=mine, title="t")
+    ax = plots.risk_coverage({"doubt": case, "entropy": by_entropy}, ax=mine, title="t").axes[0]
     by_doubt = detection.risk_coverage(detection.doubt(probs), right, mask)
     for line, curve in zip(ax.lines, (by_doubt, by_entropy), strict=True):
         np.testing.assert_allclose(line.get_xdata(), curve.coverage)

@@ -33,7 +33,7 @@ PLAIN: dict[str, Any] = {
 
 
 def test_estimates_intervals_and_reasons():
-    ax = bf.plots.forest(fit(None, **PLAIN), "age", title="t")
+    ax = bf.plots.forest(fit(None, **PLAIN), "age", title="t").axes[0]
     points = [tuple(np.asarray(dot.get_offsets())[0]) for dot in ax.collections]
     assert points == [(1.0, 0), (0.2, 1)]
     sizes = [dot.get_sizes()[0] for dot in ax.collections]
@@ -59,7 +59,7 @@ def test_estimates_intervals_and_reasons():
 
 
 def test_ratios_are_drawn_on_a_logarithmic_axis():
-    ax = bf.plots.forest(fit("odds ratio", **PLAIN), "sex")
+    ax = bf.plots.forest(fit("odds ratio", **PLAIN), "sex").axes[0]
     assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "odds ratio of sex")
     assert np.asarray(ax.collections[0].get_offsets())[0, 0] == pytest.approx(np.e)
     assert ax.texts[1].get_text() == "2.72 [1.65, 4.48]"
@@ -73,7 +73,7 @@ def test_ratios_have_numbers_on_their_axis(scale: float):
     near = {
         name: (*(scale * v for v in row[:3]), row[3]) for name, row in PLAIN.items() if name != "c"
     }
-    ax = bf.plots.forest(fit("odds ratio", **near), "age")
+    ax = bf.plots.forest(fit("odds ratio", **near), "age").axes[0]
     ax.figure.canvas.draw()
     low, high = ax.get_xlim()
     written = [float(label.get_text()) for label in ax.get_xticklabels() if label.get_text()]
@@ -83,7 +83,9 @@ def test_ratios_have_numbers_on_their_axis(scale: float):
 def test_what_lies_far_away_is_an_arrow():
     """So that one site's interval does not hide all others."""
     wild = {"a": PLAIN["a"], "b": PLAIN["b"], "w": (109.0, -1e4, 1e4, 46), "x": (50.0, 49, 51, 9)}
-    ax = bf.plots.forest(fit("odds ratio", **wild, **{"all sites": PLAIN["all sites"]}), "sex")
+    ax = bf.plots.forest(
+        fit("odds ratio", **wild, **{"all sites": PLAIN["all sites"]}), "sex"
+    ).axes[0]
     arrows = [(line.get_marker(), line.get_ydata()[0]) for line in ax.lines]
     assert [one for one in arrows if one[0] in "<>"] == [("<", 2), (">", 2), (">", 3)]
     assert len(ax.collections) == 2
@@ -105,6 +107,6 @@ def test_sites_stand_in_natural_order():
     rows = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
     given = dict.fromkeys(["H10", "H2", "H1"], rows)
     sites = bf.stats.tables(given, outcome="ill", terms=["dose"])
-    ax = bf.plots.forest(bf.stats.glm(sites, family="binomial"), "dose")
+    ax = bf.plots.forest(bf.stats.glm(sites, family="binomial"), "dose").axes[0]
     names = [text.get_text().split()[0] for text in ax.get_yticklabels()]
     assert names == ["H1", "H2", "H10", "all"]

@@ -20,14 +20,14 @@ def test_sources_are_equivalent():
         predict=lambda data: Predictions(mask, 0 * probs[..., 0], probs=probs, labels=labels),
     )
     drawn = [
-        plots.reliability(probs, labels, mask),
-        plots.reliability((probs, labels, mask)),
-        plots.reliability(result),
+        plots.reliability(probs, labels, mask).axes[0],
+        plots.reliability((probs, labels, mask)).axes[0],
+        plots.reliability(result).axes[0],
     ]
     heights = [[bar.get_height() for bar in bars(ax, "accuracy")] for ax in drawn]
     assert heights[0] == heights[1] == heights[2]
-    single = plots.reliability(probs[0][mask[0]], labels[0][mask[0]])
-    chosen = plots.reliability(probs, labels, mask, clients=[0])
+    single = plots.reliability(probs[0][mask[0]], labels[0][mask[0]]).axes[0]
+    chosen = plots.reliability(probs, labels, mask, clients=[0]).axes[0]
     assert [bar.get_height() for bar in bars(single, "accuracy")] == [
         bar.get_height() for bar in bars(chosen, "accuracy")
     ]

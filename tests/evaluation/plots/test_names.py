@@ -93,10 +93,6 @@ DRAWN: dict[str, Callable[[str, Result], Any]] = {
 }
 
 
-def figure_of(found: Any) -> Figure:
-    return found if isinstance(found, Figure) else np.ravel(found)[0].figure
-
-
 def written(figure: Figure) -> dict[str, Any]:
     """What stands in the visible texts of a figure that was drawn, and how it was read."""
     figure.savefig(io.BytesIO())
@@ -121,7 +117,7 @@ def test_every_diagram_is_here():
 )
 def test_names_are_drawn_as_they_are_written(kind: str, named: tuple[str, Result]):
     name, run = named
-    texts = written(figure_of(DRAWN[kind](name, run)))
+    texts = written(DRAWN[kind](name, run))
     assert any(name in text for text in texts), texts
     assert all(read == (text, False) for text, read in texts.items() if name in text)
 
@@ -142,10 +138,10 @@ def test_a_report_has_any_name(named: tuple[str, Result], tmp_path):
 def test_a_legend_has_every_line():
     """Matplotlib leaves out labels that are empty or begin with an underscore."""
     history = {"round": [1, 2], "loss": [0.5, 0.4]}
-    one = bf.plots.learning_curves({"a": history}, metric="loss")
+    one = bf.plots.learning_curves({"a": history}, metric="loss").axes[0]
     assert one.get_legend() is None  # nothing is explained
     names = ["", "_x", "_child0", "plain"]
-    ax = bf.plots.learning_curves(dict.fromkeys(names, history), metric="loss")
+    ax = bf.plots.learning_curves(dict.fromkeys(names, history), metric="loss").axes[0]
     legend: Any = ax.get_legend()
     assert [text.get_text().strip() for text in legend.get_texts()] == names
 
@@ -153,7 +149,7 @@ def test_a_legend_has_every_line():
 def test_numbers_remain_mathematics():
     """Powers of ten, in axes that are drawn twice, and what the caller writes afterwards."""
     curves = {"$a$": {"round": [1, 2], "loss": [1e-3, 1e9]}}
-    ax: Any = bf.plots.learning_curves(curves, metric="loss")
+    ax: Any = bf.plots.learning_curves(curves, metric="loss").axes[0]
     ax.set_yscale("log")
     for _ in range(2):
         texts = written(ax.figure)
@@ -170,7 +166,7 @@ def test_texts_do_not_go_to_latex(monkeypatch: pytest.MonkeyPatch):
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
-    figure: Any = figure_of(bf.plots.reliability_compare({"\\input{x}": run_of("a")}))
+    figure: Any = bf.plots.reliability_compare({"\\input{x}": run_of("a")})
     title = figure.axes[0].title
     assert title.get_text() == "\\input{x}"
     assert not title.get_usetex()

@@ -33,7 +33,7 @@ def test_the_diagram_shows_coverage(own: bool):
     """The pooled share at each level, and a line for each client with examples."""
     mean, variance, targets, mask = case()
     given = Figure().subplots() if own else None
-    ax = plots.interval_reliability((mean, variance, targets, mask), ax=given, title="here")
+    ax = plots.interval_reliability((mean, variance, targets, mask), ax=given, title="here").axes[0]
     (pooled,) = lines(ax, "pooled")
     levels, shares = pooled.get_xydata().T
     flat = [t[mask][None] for t in (mean, variance, targets)]
@@ -56,7 +56,7 @@ def test_results_bring_their_distribution():
     result = run(
         bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=Poisson()), data
     )
-    ax = plots.interval_reliability(result)
+    ax = plots.interval_reliability(result).axes[0]
     found = result.predict()
     targets, mask = data.test.padded_labels()
     wanted = coverage(

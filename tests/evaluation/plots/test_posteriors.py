@@ -27,7 +27,9 @@ def test_a_curve_has_a_band_of_itself_and_one_of_outcomes():
         return {"mean": 2 * x, "variance": 4 + x.square(), "epistemic": x[:, 0].square()}
 
     x = torch.tensor([[-1.0], [3.0]])
-    ax = plots.predictions(Told(told), x, torch.tensor([5.0, 6.0]), level=0.95, points=9, title="t")
+    ax = plots.predictions(
+        Told(told), x, torch.tensor([5.0, 6.0]), level=0.95, points=9, title="t"
+    ).axes[0]
     at = np.linspace(-2, 4, 9)
     mean, drawn = ax.lines
     np.testing.assert_allclose(mean.get_xydata(), np.stack([at, 2 * at], 1), atol=1e-6)
@@ -53,13 +55,13 @@ def test_classes_have_curves_of_one_input_and_two_inputs_a_map():
         first = x[:, 0].clamp(0.01, 0.99)
         return {"probs": torch.stack([first, 1 - first], 1), "epistemic": first}
 
-    ax = plots.predictions(Told(classes), torch.tensor([[0.0], [1.0]]), points=7)
+    ax = plots.predictions(Told(classes), torch.tensor([[0.0], [1.0]]), points=7).axes[0]
     at = np.linspace(-0.25, 1.25, 7)
     assert [line.get_label() for line in ax.lines] == ["class 0", "class 1"]
     np.testing.assert_allclose(ax.lines[1].get_xdata(), at, atol=1e-6)
     np.testing.assert_allclose(ax.lines[1].get_ydata(), 1 - at.clip(0.01, 0.99), atol=1e-6)
     square = torch.tensor([[0.0, 10.0], [1.0, 14.0]])
-    ax = plots.predictions(Told(classes), square, points=7)
+    ax = plots.predictions(Told(classes), square, points=7).axes[0]
     p = at.clip(0.01, 0.99)
     entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
     (mesh,) = ax.collections
@@ -69,7 +71,7 @@ def test_classes_have_curves_of_one_input_and_two_inputs_a_map():
     def numbers(x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"mean": x[:, :1], "variance": x[:, 1:].square(), "epistemic": x[:, 0]}
 
-    ax = plots.predictions(Told(numbers), square, points=7, ax=Figure().add_subplot())
+    ax = plots.predictions(Told(numbers), square, points=7, ax=Figure().add_subplot()).axes[0]
     deviations = np.tile(np.linspace(9, 15, 7)[:, None], (1, 7))
     np.testing.assert_allclose(ax.collections[0].get_array(), deviations, atol=1e-5)
     ax.figure.canvas.draw()
@@ -80,4 +82,4 @@ def test_predictions_of_a_client_are_drawn():
     clients = bf.data.from_arrays([x, x], [y, y])
     method = bf.algorithms.fedavg(bf.models.mlp(2, hidden=3, outputs=3))
     client = bf.simulate(method, clients, rounds=1, evaluate_every=None, progress=False).client(0)
-    assert plots.predictions(client, x, points=4).get_xlabel() == "first input"
+    assert plots.predictions(client, x, points=4).axes[0].get_xlabel() == "first input"

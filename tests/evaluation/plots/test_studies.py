@@ -27,7 +27,7 @@ def results(model: nn.Module, clients: FederatedData) -> dict[str, Any]:
 
 def test_every_method_has_its_mean_and_its_seeds(results: dict[str, Any]):
     table = bf.table(results)
-    ax = bf.plots.study(table, metric="personal_nll", title="t")
+    ax = bf.plots.study(table, metric="personal_nll", title="t").axes[0]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["FedAvg", "Ditto"]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     for line, runs in zip(dots, results.values(), strict=True):
@@ -37,13 +37,13 @@ def test_every_method_has_its_mean_and_its_seeds(results: dict[str, Any]):
     means = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "D"]
     assert means == [table.summary()[name]["personal_nll"].mean for name in results]
     assert ax.get_xlabel() == "personal NLL"
-    assert bf.plots.study(table).get_xlabel() == "personal accuracy"
+    assert bf.plots.study(table).axes[0].get_xlabel() == "personal accuracy"
     ax.figure.canvas.draw()
 
 
 def test_two_methods_client_by_client(results: dict[str, Any]):
     """Each client of each seed is a dot at its two losses; the title counts."""
-    ax = bf.plots.paired(bf.table(results), "FedAvg", "Ditto", metric="nll")
+    ax = bf.plots.paired(bf.table(results), "FedAvg", "Ditto", metric="nll").axes[0]
     wanted = np.array([[run.table()["nll"] for run in runs] for runs in results.values()]).reshape(
         2, -1
     )

@@ -323,7 +323,7 @@ def test_groups_that_are_not_there():
 def test_the_diagram_has_a_curve_for_each_group_and_numbers_at_risk():
     pytest.importorskip("matplotlib")
     found = curves("tied", "kind")
-    ax = bf.plots.kaplan_meier(found, title="t")
+    ax = bf.plots.kaplan_meier(found, title="t").axes[0]
     curve = [line for line in ax.lines if line.get_gid() != "censored"]
     ticks = [line for line in ax.lines if line.get_gid() == "censored"]
     assert [line.get_label() for line in curve] == ["a", "b", "c"]
