@@ -158,9 +158,9 @@ def fedpac_paper_answer() -> str:
         f"""
         Yes, on the two small sets, with 200 images a client: FedPAC is more accurate than every
         other method, also after local training, by {" and ".join(leads)}, and has the lowest NLL.
-        In the figures on heterogeneity and concept shift no other method is ahead.
-        Fashion-MNIST's table is not run yet ({there} of {planned} planned cells are), and the
-        paper's numbers are lost.
+        On Fashion-MNIST no other method is ahead at any share of uniform data or under concept
+        shift, but on digits FedAvg leads under label skew. Fashion-MNIST's table is not run yet
+        ({there} of {planned} planned cells are), and the paper's numbers are lost.
         """
     )
 
@@ -366,7 +366,7 @@ def truth_answer() -> str:
     def held(problem: str, way: str) -> float:
         return found[f"{problem}/{way}"]["coverage"]["90"][0]
 
-    mixed = min(held(kind, "bf.stats.mixed") for kind in ("linear", "logistic"))
+    still(all(found[f"{kind}/bf.stats.mixed"]["true"] for kind in ("linear", "logistic")))
     still(found["shared/fedavg, PooledLaplace"]["true"] and found["linear/fedavg, heads"]["true"])
     still(found["logistic/fedavg, heads"]["true"])
     ours = ("fedsi, half the weights", "fedsi_fac", "fedsi_full")
@@ -374,11 +374,11 @@ def truth_answer() -> str:
     return said(
         f"""
         Those of `bf.stats.mixed`, `result.heads()` and `result.laplace()` with a full covariance
-        do, within the errors of the test; the first contain clients' own coefficients in at least
-        {mixed:.2f} of cases. Posteriors that training itself makes are too narrow: `pfedvem`'s
-        cover in {held("logistic", "pfedvem"):.2f} of cases for a logistic model. FedSI's three
-        posteriors fail on both models, and `fedsi` covers in
-        {held("network", "fedsi, half the weights"):.2f} of cases for a network of 21 weights.
+        do, within the errors of the test. Posteriors that training itself makes are too narrow:
+        `pfedvem`'s cover in {held("logistic", "pfedvem"):.2f} of cases for a logistic model. Those
+        of `fedsi` are too wide for a linear model, where they cover in
+        {held("shared", "fedsi, half the weights"):.2f} of cases, and far too narrow for a network
+        of 21 weights, {held("network", "fedsi, half the weights"):.2f}.
         """
     )
 
@@ -388,7 +388,7 @@ def same_digits_answer() -> str:
     saved = results("same_digits")
     exact = [row["coefficient"] for name, row in saved["rows"].items() if "random" not in name]
     mixed = max(row["coefficient"] for name, row in saved["rows"].items() if "random" in name)
-    errors = max(row.get("error", 0) for row in saved["rows"].values())
+    errors = max(row["error"] for name, row in saved["rows"].items() if "random" in name)
     pairs = [
         (a, b)
         for one in saved["published"]
@@ -399,10 +399,10 @@ def same_digits_answer() -> str:
     return said(
         f"""
         Yes: coefficients, curves and test statistics differ from the pooled fit's by
-        {max(exact):.0e} at most where the other library is run to full convergence; of mixed
-        models, which MixedLM stops at its gradient tolerance, coefficients differ by {mixed:.0e}
-        and standard errors by {errors:.0e}. Published Cox regressions agree in every decimal. A
-        logistic regression of a million rows over 100 sites takes
+        {max(exact):.0e} at most where the other library is run to full convergence; for
+        mixed models, where MixedLM stops at its gradient tolerance, coefficients differ by
+        {mixed:.0e} and standard errors by {errors:.0e}. Published Cox regressions agree in every
+        decimal. A logistic regression of a million rows over 100 sites takes
         {many["shared"] / many["rival"]:.1f} times as long as statsmodels' on the pooled rows.
         """
     )
@@ -466,20 +466,17 @@ def speed_answer() -> str:
     def faster(name: str, side: str) -> str:
         return f"{1 / rows[name]['sides'][side]['ratio']:.1f}"
 
-    two = [
-        rows[name]["sides"]["bare, 2 threads"]["ratio"] / rows[name]["sides"]["2 workers"]["ratio"]
-        for name in ("transformer", "resnet")
-    ]
-    beside = max(two) - 1
-    still(min(two) > 1)
+    for name in ("transformer", "resnet"):
+        two = [rows[name]["sides"][side]["ratio"] for side in ("bare, 2 threads", "2 workers")]
+        still(abs(two[0] / two[1] - 1) < 0.1)
     large = [faster(name, "1 worker") for name in ("transformer", "resnet")]
     still(large == ["1.0", "1.0"] and min(curvature) > 1)
     return said(
         f"""
         With ten clients and a small network, a FedAvg round is {faster("mlp10", "1 worker")} times
         as fast as a plain PyTorch loop on one worker and {faster("mlp10", "2 workers")} times on
-        two. Large networks are trained client by client, as fast as the loop on one worker, and on
-        two up to {beside:.0%} faster than the loop with two threads. Curvature takes less time than
+        two. Large networks are trained client by client, about as fast as the loop with as many
+        threads. Curvature takes less time than
         laplace-torch's in every comparison that ran in full.
         """
     )

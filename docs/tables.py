@@ -787,7 +787,7 @@ def _paper(name: str, part: str) -> dict[str, dict[str, list[float]]]:
             if "accuracy" in of:
                 of["difference"] = [value - known for value in of["accuracy"]]
     often = {
-        cell["data"]: cell["often"]
+        key.rpartition("/")[2]: cell["often"]
         for key, cell in saved["cells"].items()
         if key.startswith(f"{part}/") and cell.get("often") is not None
     }
@@ -875,7 +875,7 @@ def common() -> str:
 
 
 def common_leads() -> str:
-    """List, for each federation that is complete, the five most accurate beside simple rows."""
+    """List the five most accurate methods of each federation that is complete, and simple rows."""
     lines, simple = [], ("most frequent class", "Local", "FedAvg")
     for part in results("papers/common")["plan"]:
         found = {name: row.get("accuracy", []) for name, row in _paper("common", part).items()}
@@ -1221,7 +1221,11 @@ def promises_kept() -> str:
         for name, value in rest.items()
     ]
     return ruled(
-        ["shares unless another unit is named; simulated scores but on Fashion-MNIST", ""], lines
+        [
+            "shares unless another unit is named; scores are simulated, but in the last two rows",
+            "",
+        ],
+        lines,
     )
 
 

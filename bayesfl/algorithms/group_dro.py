@@ -53,7 +53,7 @@ def group_dro(
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by GroupDRO: one model that minimises the largest loss over environments,
-    which the data need.
+    which the data must have.
 
     Only the weights of a round's cohort are updated, and their sum does not change. A client starts
     with equal weights at its `environments` places. If it has fewer environments, its first round

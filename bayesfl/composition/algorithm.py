@@ -676,16 +676,14 @@ class Algorithm:
         return {name: view[name] for name in self.reports if name in view}
 
     def check_reported(self, started: View, ended: View) -> None:
-        """Check that a client's reports still have the declared shapes and dtypes, and that no
-        phase misspelt the name of an entry that the method declares.
+        """Check that a client's reports still have the declared shapes and dtypes.
 
         Args:
             started: A view at the start of a round, which has the declared shapes and dtypes.
             ended: The same view after the round.
 
         Raises:
-            ValueError: A phase has changed the shape or dtype of an entry, or returned one that is
-                not declared while a declared one with a similar name stayed as it was.
+            ValueError: A phase has changed the shape or dtype of an entry.
         """
         before, after = (
             {
@@ -701,6 +699,18 @@ class Algorithm:
                     f"`reports` declares {name!r} as {one}, but a phase returns {other}; give "
                     "`reports` a start of that form"
                 )
+
+    def check_names(self, started: View, ended: View) -> None:
+        """Check that the phases of the first round misspelt no entry that the method declares.
+
+        Args:
+            started: A view at the start of the round.
+            ended: The same view after the round.
+
+        Raises:
+            ValueError: A phase returned an entry that is not declared, and a declared one with a
+                similar name stayed as it was.
+        """
         for name in ended.keys() - started.keys():
             for meant in get_close_matches(name, [*self.private, *self.reports], cutoff=0.75):
                 leaves = zip(tree_leaves(started[meant]), tree_leaves(ended[meant]), strict=True)

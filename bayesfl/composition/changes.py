@@ -42,10 +42,10 @@ def with_server_optimiser(
             server.
 
     Raises:
-        ValueError: At the start of a run: the method already has an optimiser on the server, or
+        ValueError: The method makes the server's state from clients' private states (PVI, FedEP).
+            At the start of a run: the method already has an optimiser on the server, or
             sends different models to clients or clusters (D-FedEM, FedPAC, clustered FL); a step on
-            the gathered block would not change these. The blocks are the product of clients'
-            factors (PVI, FedEP), which they would no longer be.
+            the gathered block would not change these.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
@@ -59,8 +59,8 @@ def with_server_optimiser(
     """
     if algorithm.rebuild is not None:
         raise ValueError(
-            "the method's posterior is made of clients' private states, as the product of their "
-            "factors; a step of an optimiser on the server would change it alone: leave it out"
+            "the method makes the server's state from clients' private states, such as factors, "
+            "which a step of an optimiser on the server would not change: leave the optimiser out"
         )
     gathered = [
         name

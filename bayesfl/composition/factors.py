@@ -67,7 +67,9 @@ class Factors:
     @property
     def entries(self) -> dict[str, Any]:
         """Return what a method with factors has beside its blocks, for `Algorithm(**entries)`: each
-        client keeps its `factor`, and receives the number of clients, `size`.
+        client keeps its `factor` and receives the number of clients, `size`; only clients whose
+        work is gathered train; a run that begins from another takes the product of its clients'
+        factors.
         """
         return {
             "server": self._size,

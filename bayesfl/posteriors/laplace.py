@@ -292,7 +292,8 @@ class Laplace(Drawn):
     def log_marginal_likelihood(
         self, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
     ) -> Tensor:
-        """Compute the log marginal likelihood of the data by Laplace's method, in nats (a sum).
+        """Compute the log marginal likelihood of the data by Laplace's method, in nats,
+        summed over the data.
 
             $log p(y | x) = log p(y | x, loc) - (a + b) / 2$,
 

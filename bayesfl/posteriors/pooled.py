@@ -54,8 +54,8 @@ class PooledPosterior(Laplace):
     def log_marginal_likelihood(
         self, x: Data | None = None, y: Tensor | None = None, *, centre: float | Tensor = 0.0
     ) -> Tensor:
-        """Compute the log marginal likelihood of all rows, which are not needed, see
-        `Laplace.log_marginal_likelihood`.
+        """Compute the log marginal likelihood of all rows, see `Laplace.log_marginal_likelihood`;
+        the rows themselves are not needed.
         """
         if x is None and self.log_likelihood is not None:
             return self.evidence(self.log_likelihood, centre)

@@ -365,8 +365,8 @@ def test_the_scales_have_a_rate_of_their_own(clients: FederatedData, scale_rate:
 
 
 def test_heads_may_start_as_the_modules(clients: FederatedData):
-    """With held scales they do, and widths stay where they start, also under a rate that grows from
-    0 or is 0 throughout; options replace defaults.
+    """With fixed variances they do, and widths stay where they start, also under a rate that grows
+    from 0 or is 0 throughout; options replace defaults.
     """
     bf.algorithms.pfedvem(linear(), head_optimiser=HEAVY(0.0), scale_rate=0.0)
     model = bf.models.mlp(8, hidden=4, outputs=3, seed=2)
@@ -461,7 +461,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], words: str):
 
 
 def test_the_floor_needs_sgd():
-    """By whose rate and momentum it is; held scales have no floor."""
+    """By whose rate and momentum it is; fixed variances have no floor."""
     model = bf.models.mlp(8, hidden=4, outputs=3)
     for other in (Adam(1e-3), bf.optim.Clip(SGD(1e-3)), 1e-3):
         with pytest.raises(

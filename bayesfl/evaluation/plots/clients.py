@@ -40,7 +40,7 @@ def labels(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         IndexError: The task is a regression.
@@ -94,7 +94,7 @@ def client_curves(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         KeyError: The run did not record it.

@@ -43,7 +43,7 @@ def learning_curves(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         KeyError: A history has no such column.
@@ -110,7 +110,7 @@ def risk_coverage(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         ValueError: An entry does not fit or has no examples.

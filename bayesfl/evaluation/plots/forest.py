@@ -46,7 +46,7 @@ def forest(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         KeyError: A `Fit` has no such coefficient.

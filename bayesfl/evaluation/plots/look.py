@@ -136,7 +136,7 @@ def finish(
     clean(ax, grid=grid)
     if legend:
         key(ax)
-    return ax.figure
+    return ax.get_figure(root=True)
 
 
 def whole(ax: "Axes") -> None:

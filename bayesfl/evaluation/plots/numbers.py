@@ -45,7 +45,7 @@ def interval_reliability(
         title: Of the diagram.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         ValueError: The shapes do not fit.

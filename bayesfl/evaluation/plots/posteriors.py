@@ -47,7 +47,7 @@ def predictions(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         ValueError: `x` has more than two inputs, or the model has several numeric outputs.

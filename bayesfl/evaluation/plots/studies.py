@@ -27,7 +27,7 @@ def study(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         ValueError: No run has such a measure; or see `Table.chosen`.
@@ -81,7 +81,7 @@ def paired(
             better.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Raises:
         KeyError: The clients have no such measure.

@@ -28,7 +28,7 @@ def kaplan_meier(
         title: Of the axes.
 
     Returns:
-        The matplotlib Figure; `.axes[0]` has the diagram.
+        The matplotlib Figure, that of `ax` if given.
 
     Example:
         >>> import pandas as pd

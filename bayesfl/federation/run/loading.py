@@ -200,7 +200,7 @@ def from_where(
     known, now = found.known.schema, clients.schema
     known.refuse_other("clients", replace(now, tensors=known.tensors, transform=known.transform))
     if other := in_words(known.differences(replace(now, tensors=known.tensors))):
-        warn(f"clients has another {other}, than the data of the run in start")
+        warn(f"clients has another function of inputs than the run in start: {other}")
     warn_of_seed(found.settings.seed, seed)
     return found
 

@@ -76,8 +76,8 @@ def agree(about: Callable[[], Mapping[str, Any]]) -> None:
     first, *others = current().every(lambda: json.loads(json.dumps(about(), default=str)))
     if apart := [name for name in first if any(differences(first[name], r[name]) for r in others)]:
         raise ValueError(
-            f"{' and '.join(apart)} differ between ranks: each must make the same call with the "
-            "same arguments; seed whatever draws them"
+            f"these differ between ranks: {', '.join(apart)}; each must make the same call with "
+            "the same arguments; seed whatever draws them"
         )
 
 

@@ -7,7 +7,7 @@ from bayesfl.base.layout import Pattern
 from bayesfl.base.options import Count, Natural, declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
-from bayesfl.curvature.batches import Data, one_batch
+from bayesfl.curvature.batches import Data
 from bayesfl.optim import SGD, Optimiser, rate_at
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
@@ -61,8 +61,8 @@ def swag(
         averages: Number of averaged iterates.
         thin: Number of steps from one averaged iterate to the next.
         rank: Number of last iterates for covariances; all if there are fewer.
-        batch_size: Number of examples in a step, fewer than all, for inputs and labels; None for
-            batches, which have their own sizes.
+        batch_size: Number of examples in a step, fewer than all; needed for inputs and labels, and
+            None for batches, which have their own sizes.
         optimiser: Optimiser of the mean over examples of the negative log joint density.
         seed: Seed of the order of examples, and of the draws.
 
@@ -80,10 +80,10 @@ def swag(
         Samples(1 chain of 30 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
-    if one_batch(target.data[0]) and (batch_size or target.examples) >= target.examples:
+    if len(next(target.batches(batch_size, seed))[1]) >= target.examples:
         raise ValueError(
-            f"with batch_size={batch_size} every step reads all {target.examples} rows, so that "
-            "SGD has no noise, of which SWAG takes its width: pass fewer, such as batch_size=32"
+            f"every step reads all {target.examples} rows, so that SGD has no noise, of which SWAG "
+            f"takes its width: pass fewer, such as batch_size={max(1, target.examples // 10)}"
         )
     w, steps = target.loc, warmup + averages * thin
     state, batches = optimiser.init(w), target.batches(batch_size, seed)

@@ -124,14 +124,11 @@ def test_clients_are_chosen_by_name_or_number(by: str):
     case: Any = federation()
     for chosen in ([2, 4], ["2", "4"], np.array([2, 4]), ["2", 4]):
         drawn = plots.reliability(*case, by=by, clients=chosen).axes[::2]
-        counts = [
-            sum(bar.get_height() for bar in bars(beneath(ax), "count"))
-            for ax in np.atleast_1d(drawn)
-        ]
+        counts = [sum(bar.get_height() for bar in bars(beneath(ax), "count")) for ax in drawn]
         assert sum(counts) == case[2][[2, 4]].sum()
     one = plots.reliability(*case, by=by, clients=["3"]).axes[::2]
     assert (
-        sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count"))
+        sum(bar.get_height() for ax in one for bar in bars(beneath(ax), "count"))
         == case[2][3].sum()
     )
     for wrong, words in ("twon", "client 'twon'"), (14, "0 to 13, got 14"):

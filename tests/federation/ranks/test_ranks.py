@@ -52,7 +52,7 @@ and of what they write.
 
 OTHERS = (
     *("methods", "settings", "measures", "faults", "start", "rows to predict"),
-    *("results and states", "steps of calibration", "draws"),
+    *("results, states", "steps of calibration", "draws"),
 )
 """What differs between the ranks in calls of `apart`, as the messages name it."""
 
@@ -103,7 +103,9 @@ def test_ranks_have_the_bits_of_one_process(
         for told, names in zip(each["apart"][:2], (calls, inner), strict=True):
             assert told.startswith(f"ranks make different calls at once: {names};")
         for told, other in zip(each["apart"][2:], OTHERS, strict=True):
-            assert told.startswith(f"{other} differ between ranks: each must make the same call")
+            assert told.startswith(
+                f"these differ between ranks: {other}; each must make the same call"
+            )
 
 
 def test_a_notebooks_call_on_processes_of_its_own():

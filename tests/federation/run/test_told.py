@@ -85,7 +85,7 @@ def test_a_start_that_read_other_inputs_is_told(clients: FederatedData, tmp_path
     for start in (result, tmp_path):
         with pytest.warns(
             UserWarning,
-            match=r"another transform: saved {.*}, given None, than the data of the run",
+            match=r"another function of inputs than the run in start: transform: saved {.*}, given",
         ):
             run(method, clients, **ONCE, seed=9, start=start)
         with pytest.raises(CheckpointError, match="made on other data: transform"):
