@@ -70,7 +70,7 @@ def test_every_algorithm_has_a_case():
     assert list(dict.fromkeys(case.name for case in CASES)) == list(PAPERS)
 
 
-TALLY = ("scaffold",)
+TALLY = ("scaffold", "pvi", "fedep")
 """Methods that need all who train to be gathered."""
 WHO = [(case, 0.5, "cohort" if case.name in TALLY else "all") for case in (*CASES, DECOUPLED)]
 OTHERS = [case for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem")]

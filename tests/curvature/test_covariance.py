@@ -87,7 +87,8 @@ def test_the_columns_of_the_dual_factor_are_no_examples():
 def test_a_factor_above_the_limit_is_refused_with_its_size():
     inverse = invert(Curvature(CASES[0].model()), CASES[0].data(6), 1.0, form="dual")
     needed = 8 * inverse.size * inverse.order
-    assert Covariance.of(inverse, limit=needed).root.nbytes == needed
+    # Without columns of eigenvalues that are 0 up to rounding.
+    assert 0 < Covariance.of(inverse, limit=needed).root.nbytes <= needed
     with pytest.raises(
         MemoryError,
         match=rf"{inverse.size} x {inverse.order} .* {needed:,} bytes and {needed - 1:,} may",

@@ -27,7 +27,7 @@ from tests.curvature.made import Largest
 NEAR = {"rtol": 1e-8, "atol": 1e-9}
 
 
-EXACT = {"rtol": 1e-10, "atol": 1e-11}
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 TASKS = {"classification": Categorical(), "regression": Gaussian(0.5)}

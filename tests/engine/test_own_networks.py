@@ -322,7 +322,7 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     ),
     "one row decides": (
         lambda m, x: m.norm(m.last(x)) if len(x) > 1 else m.last(x),
-        "a single example",
+        "a batch of one example",
     ),
     "their number is a factor": (lambda m, x: m.last(x) / len(x) ** 0.5, "number of rows|numbers"),
     "their number decides late": (

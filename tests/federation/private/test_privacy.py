@@ -377,7 +377,7 @@ def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedD
     """By block and by pool."""
     clipped = replace(fedavg(model), blocks={"w": bf.Block(pool=Clipped(Mean(), 1.0))})
     for made, words in (
-        (bf.algorithms.local(model), r"no block .*aggregation"),
+        (bf.algorithms.local(model), r"sends none: .*aggregation"),
         (clipped, r"block 'w' .*Clipped; ClientPrivacy .*pool=Mean\(\)"),
     ):
         with pytest.raises(ValueError, match=words):
