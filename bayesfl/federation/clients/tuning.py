@@ -78,7 +78,7 @@ class Tuning:
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the chosen candidate, `value`; warn if it is the smallest.
+        """Return the chosen candidate, `value`; warn if it is at an edge of the grid.
 
         Raises:
             ValueError: No candidate gives finite predictions.
@@ -86,10 +86,12 @@ class Tuning:
         grid, examples = self.predictor.grid, int(total["n_examples"])
         losses = total["nll"].where(total["n_broken"] == 0, torch.inf)
         best = largest_alike(losses, total["products"], examples)
-        if best == 0 and grid[0]:  # nothing is below 0
+        # Nothing is below 0, and a larger precision than 1e4 hardly changes predictions.
+        if best in (0, len(grid) - 1) and 0 < grid[best] < 1e4:
             warn(
-                f"{self.predictor.tunes} is at the lower edge of its grid, {grid[0]:g}: the "
-                "validation data do not bound it; use more validation rows, or pass a number",
+                f"{self.predictor.tunes} is at the {'upper' if best else 'lower'} edge of its "
+                f"grid, {grid[best]:g}: the validation data do not bound it; use more validation "
+                "rows, or pass a number",
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
