@@ -1,5 +1,7 @@
 """Models of `transformers` as networks of one tensor, made on the spot: nothing is downloaded."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,16 +9,6 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data.recipes.torchvision import torchvision
-
-torchvision()  # transformers imports it
-from transformers import (  # noqa: E402
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 SMALL = {
     "hidden_size": 16,
@@ -28,11 +20,19 @@ SMALL = {
 }
 
 
+def made(name: str, **config: Any) -> Any:
+    """One of its classifiers, of its configuration; imported late, as it takes seconds."""
+    torchvision()  # transformers imports it
+    import transformers
+
+    of = "Image" if name == "ViT" else "Sequence"
+    model = getattr(transformers, f"{name}For{of}Classification")
+    return model(getattr(transformers, f"{name}Config")(**config)).eval()
+
+
 def bert() -> nn.Module:
     torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL)
-    ).eval()
+    return made("Bert", vocab_size=50, max_position_embeddings=16, **SMALL)
 
 
 def test_tokens_of_any_dtype_give_the_models_own_logits():
@@ -71,16 +71,14 @@ def test_filled_up_rows_give_what_the_short_ones_give():
 
 
 def test_a_model_without_a_token_for_filling_up_reads_every_position():
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, num_labels=3)
-    model, tokens = GPT2ForSequenceClassification(config).eval(), torch.randint(0, 50, (1, 7))
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model, tokens = made("GPT2", num_labels=3, **sizes), torch.randint(0, 50, (1, 7))
     assert model.config.pad_token_id is None
     assert torch.equal(bf.models.logits(model)(tokens.float()), model(input_ids=tokens).logits)
 
 
 def test_images_are_passed_by_their_own_name():
-    model = ViTForImageClassification(
-        ViTConfig(image_size=8, patch_size=4, num_channels=1, **SMALL)
-    ).eval()
+    model = made("ViT", image_size=8, patch_size=4, num_channels=1, **SMALL)
     images = torch.randn(3, 1, 8, 8)
     assert torch.equal(bf.models.logits(model)(images), model(pixel_values=images).logits)
 
