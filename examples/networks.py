@@ -348,7 +348,12 @@ def lora(size: Size, root: Path | None) -> Part:
                 **shape,
             )
         )
-        trained(bf.models.logits(vit), x[:10000].float() / 255, y[:10000], steps=100 * size.rounds)
+        trained(
+            bf.models.logits(vit),
+            x[:10000].float() / 255,
+            y[:10000],
+            steps=size.train * size.rounds,
+        )
         config = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]
         )
