@@ -33,6 +33,7 @@ from bayesfl.base.protocols import (
 )
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten
+from bayesfl.base.warning import warn
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
@@ -308,13 +309,14 @@ class Algorithm:
             ValueError: Clients whose work is not gathered would train, and the method needs that
                 work.
         """
-        if self.tally and train == "all" and participation < 1:
+        chosen = train or self.train
+        if self.tally and chosen == "all" and participation < 1:
             raise ValueError(
                 "train='all' changes the private state of all clients, and the server, which has "
                 "its mean or product, gathers the cohort's changes only: leave train out, or let "
                 "all clients take part in every round"
             )
-        return train or self.train
+        return chosen
 
     # Parameters, outputs and losses of one client
 
@@ -701,23 +703,20 @@ class Algorithm:
                 )
 
     def check_names(self, started: View, ended: View) -> None:
-        """Check that the phases of the first round misspelt no entry that the method declares.
+        """Warn if a phase returned an entry that is not declared, and a declared one with a similar
+        name stayed as it was.
 
         Args:
             started: A view at the start of the round.
             ended: The same view after the round.
-
-        Raises:
-            ValueError: A phase returned an entry that is not declared, and a declared one with a
-                similar name stayed as it was.
         """
         for name in ended.keys() - started.keys():
-            for meant in get_close_matches(name, [*self.private, *self.reports], cutoff=0.75):
+            for meant in get_close_matches(name, [*self.private, *self.reports], cutoff=0.8):
                 leaves = zip(tree_leaves(started[meant]), tree_leaves(ended[meant]), strict=True)
                 if all(torch.equal(*both) for both in leaves):
-                    raise ValueError(
+                    warn(
                         f"a phase returns {name!r}, which the method does not declare, and leaves "
-                        f"{meant!r}, which it declares, as it was; give both one name"
+                        f"{meant!r}, which it declares, as it was; if one is meant, use one name",
                     )
 
     def uplink(self, server: Server) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

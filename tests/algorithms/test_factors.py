@@ -210,6 +210,8 @@ def test_factors_that_are_not_gathered_do_not_change(name: str, regressions: Fed
     """Nor does a server's optimiser change the product."""
     with pytest.raises(ValueError, match="gathers the cohort's changes only"):
         run(method(name), regressions, participation=0.5, train="all")
+    with pytest.raises(ValueError, match="gathers the cohort's changes only"):
+        run(replace(method(name), train="all"), regressions, participation=0.5)
     with pytest.raises(ValueError, match="which a step of an optimiser"):
         bf.with_server_optimiser(method(name), SGD(0.5))
 

@@ -224,9 +224,10 @@ def test_reports_are_declared_by_their_start():
         made.check_reported(view, view | {"drift": torch.zeros(2, 16).double()})
     with pytest.raises(ValueError, match=r"`reports` .*'count' .*nothing"):
         made.check_reported(view, {name: entry for name, entry in view.items() if name != "count"})
-    with pytest.raises(ValueError, match=r"returns 'dirft'.*leaves 'drift'"):
+    with pytest.warns(UserWarning, match=r"returns 'dirft'.*leaves 'drift'"):
         made.check_names(view, view | {"dirft": view["drift"] + 1})
     made.check_names(view, view | {"dirft": view["drift"], "drift": view["drift"] + 1})
+    made.check_names(view, view | {"old_drift": view["drift"]})
 
 
 @pytest.mark.parametrize("number", [3, 5])

@@ -1,5 +1,7 @@
 """SWAG beside a plain loop of torch's SGD and the formulas of its Gaussian."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -65,3 +67,18 @@ def test_sgd_without_noise_is_refused(size: int | None):
     x, y = torch.randn(30, 2), torch.arange(30) % 3
     with pytest.raises(ValueError, match="reads all 30 rows"):
         bf.posteriors.swag(nn.Linear(2, 3), x, y, precision=1.0, batch_size=size)
+    with pytest.raises(ValueError, match="reads all 30 rows"):
+        bf.posteriors.swag(nn.Linear(2, 3), [(x, y)], precision=1.0)
+
+
+def test_batches_that_repeat_at_each_iterate_are_refused():
+    """SGD runs in a cycle of one pass, and every iterate is at one place of it."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, generator=rng)
+    y = (x[:, 0] + torch.randn(200, generator=rng) > 0).long()
+    batches = [(x[k : k + 40], y[k : k + 40]) for k in range(0, 200, 40)]
+    options: dict[str, Any] = {"precision": 20.0, "warmup": 600, "optimiser": SGD(0.5)}
+    with pytest.raises(ValueError, match="hardly differ"):
+        bf.posteriors.swag(nn.Linear(2, 2), batches, **options)
+    spread = bf.posteriors.swag(nn.Linear(2, 2), batches, thin=7, **options).moments()[1]
+    assert spread.max() > 1e-6

@@ -136,7 +136,7 @@ def finish(
     clean(ax, grid=grid)
     if legend:
         key(ax)
-    return ax.get_figure(root=True)
+    return ax.figure.figure  # the root, also of a subfigure
 
 
 def whole(ax: "Axes") -> None:

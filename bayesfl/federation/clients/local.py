@@ -251,7 +251,7 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         if views is not started:
             algorithm.check_reported(started, views)
-            if stage is Stage.TRAIN and not round and not diverged.any():
+            if stage is Stage.TRAIN and stability.is_due(round) and not diverged.any():
                 algorithm.check_names(started, views)
         # Clients have frozen blocks from the start.
         frozen = [name for name, block in algorithm.blocks.items() if block.pool is None]

@@ -86,7 +86,7 @@ class Tuning:
         grid, examples = self.predictor.grid, int(total["n_examples"])
         losses = total["nll"].where(total["n_broken"] == 0, torch.inf)
         best = largest_alike(losses, total["products"], examples)
-        # Nothing is below 0, and a larger precision than 1e4 hardly changes predictions.
+        # Nothing is below 0; at a precision of 1e4, predictions are usually close to the MAP's.
         if best in (0, len(grid) - 1) and 0 < grid[best] < 1e4:
             warn(
                 f"{self.predictor.tunes} is at the {'upper' if best else 'lower'} edge of its "

@@ -71,8 +71,8 @@ def swag(
 
     Raises:
         ValueError: The data do not fit the module or the likelihood, or can be read only once;
-            `precision` is not > 0; every step reads all rows, so that SGD has no noise; or an
-            iterate is not finite.
+            `precision` is not > 0; every step reads all rows, so that SGD has no noise, or batches
+            in a fixed order repeat at each averaged iterate; or an iterate is not finite.
 
     Example:
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
@@ -83,7 +83,7 @@ def swag(
     if len(next(target.batches(batch_size, seed))[1]) >= target.examples:
         raise ValueError(
             f"every step reads all {target.examples} rows, so that SGD has no noise, of which SWAG "
-            f"takes its width: pass fewer, such as batch_size={max(1, target.examples // 10)}"
+            f"takes its width: pass a smaller batch_size, such as a tenth"
         )
     w, steps = target.loc, warmup + averages * thin
     state, batches = optimiser.init(w), target.batches(batch_size, seed)
@@ -101,6 +101,11 @@ def swag(
         raise ValueError(
             "SGD's iterates are not finite: use a lower rate, as optimiser=SGD(1e-3), and scale "
             "the inputs"
+        )
+    if bool((spread.max() / averages).sqrt() < 1e-5 * mean.abs().max()):
+        raise ValueError(
+            "SGD's iterates hardly differ, because it meets the same batches at every "
+            f"{thin}th step or reads all rows in each: shuffle the batches, or use another thin"
         )
     noise = generator(seed, Purpose.POSTERIOR).standard_normal((draws, len(w) + len(last)))
     e, f = torch.from_numpy(noise).to(w).split([len(w), len(last)], 1)
