@@ -182,7 +182,7 @@ def _panels(
             tallest=tallest,
         )
         above = _LINE * len(panel[1].splitlines())  # points
-        ax.set_title(title, fontsize="medium", pad=above + 6)
+        ax.set_title(title, fontsize=10 if max(map(len, titles)) < 25 else 8, pad=above + 6)
     figure.legend(
         handles=_key(),
         loc="outside lower center",
